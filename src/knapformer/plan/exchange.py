@@ -1,0 +1,162 @@
+"""Who sends which rows to whom: one kind of table behind routing, per-sequence vectors and split attention.
+
+A *move* is a run of rows, evenly strided, from a rank's source array to a rank's target array. All moves of a step
+are known on every rank; an `Exchange` is one rank's view of them, ready for one all-to-all with uneven splits:
+
+    source rows --send_index--> [to 0 | to 1 | ...] --all-to-all--> [from 0 | from 1 | ...] --recv_index--> target rows
+
+Every target row is written exactly once. A source row may be sent more than once (a key that several ranks need, a
+vector of a sequence that several ranks hold); the adjoint then adds up what comes back. Where each source row is
+sent exactly once the exchange has an inverse, which is the way back: route and reverse route are one function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from knapformer.errors import PlanInvariantError
+from knapformer.plan.arrays import Int64Array, exclusive_cumsum, ranges
+from knapformer.plan.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """One rank's rows to send and to receive.
+
+    Attributes:
+        send_index: source row of each row sent, grouped by target rank.
+        recv_index: target row of each row received, grouped by source rank.
+        input_split_sizes: (world_size,) rows sent to each rank.
+        output_split_sizes: (world_size,) rows received from each rank.
+        num_source_rows, num_target_rows: sizes of the two arrays.
+    """
+
+    send_index: Int64Array
+    recv_index: Int64Array
+    input_split_sizes: Int64Array
+    output_split_sizes: Int64Array
+    num_source_rows: int
+    num_target_rows: int
+
+    def inverse(self) -> "Exchange":
+        """The way back. Raises `PlanInvariantError` if a source row is sent to several ranks or to none."""
+        if not self.is_bijective:
+            raise PlanInvariantError(
+                f"this exchange sends {len(self.send_index)} of {self.num_source_rows} source rows, some more than once "
+                "or never, so it has an adjoint but no inverse"
+            )
+        return Exchange(
+            self.recv_index,
+            self.send_index,
+            self.output_split_sizes,
+            self.input_split_sizes,
+            self.num_target_rows,
+            self.num_source_rows,
+        )
+
+    @property
+    def is_bijective(self) -> bool:
+        """Whether each source row is sent exactly once."""
+        if len(self.send_index) != self.num_source_rows:
+            return False
+        return bool((np.bincount(self.send_index, minlength=self.num_source_rows) == 1).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Runs of rows between ranks, in one order that every rank shares; columns may be scalars that broadcast.
+
+    `source_row` is only meaningful where the rank at hand sends, `target_row` where it receives.
+    """
+
+    source_rank: Int64Array
+    source_row: Int64Array
+    target_rank: Int64Array
+    target_row: Int64Array
+    count: Int64Array
+    source_stride: int = 1
+    target_stride: Int64Array | int = 1
+
+    def exchange(self, rank: int, world_size: int, num_source_rows: int, num_target_rows: int) -> Exchange:
+        """The view of `rank`; rows between two ranks keep the order of the moves on both sides."""
+        out = np.flatnonzero(self.source_rank == rank)
+        out = out[np.argsort(self.target_rank[out], kind="stable")]
+        into = np.flatnonzero(self.target_rank == rank)
+        into = into[np.argsort(self.source_rank[into], kind="stable")]
+        stride = self.target_stride if isinstance(self.target_stride, int) else self.target_stride[into]
+        return Exchange(
+            ranges(self.source_row[out], self.count[out], self.source_stride),
+            ranges(self.target_row[into], self.count[into], stride),
+            _split_sizes(self.target_rank[out], self.count[out], world_size),
+            _split_sizes(self.source_rank[into], self.count[into], world_size),
+            num_source_rows,
+            num_target_rows,
+        )
+
+
+def token_exchange(placement: Placement, rank: int) -> Exchange:
+    """Tokens from their home rank's packed order to this step's shards. Its inverse brings them home."""
+    shards, sequences = placement.token_shards, placement.sequences
+    home = sequences.home[shards.seq]
+    moves = Moves(
+        home, sequences.home_start[shards.seq] + shards.start, shards.rank, placement.packed_start(), shards.count
+    )
+    num_here = int(shards.count[shards.rank == rank].sum())
+    return moves.exchange(rank, placement.world_size, int(sequences.length[sequences.home == rank].sum()), num_here)
+
+
+def sequence_exchange(placement: Placement, rank: int) -> Exchange:
+    """One row per sequence (a timestep, pooled text, a modulation) from its home to every rank that has tokens of it.
+
+    Target rows are in the order in which the rank's packed tokens first meet each sequence.
+    """
+    order, shards, sequences = placement.packed_order(), placement.token_shards, placement.sequences
+    seq, target = shards.seq[order], shards.rank[order]
+    first = (np.diff(seq, prepend=-1) != 0) | (np.diff(target, prepend=-1) != 0)  # shards of one sequence are adjacent
+    seq, target = seq[first], target[first]
+    target_row = np.arange(len(seq)) - np.searchsorted(target, target)
+    by_sequence = np.lexsort((target, seq))
+    seq, target, target_row = seq[by_sequence], target[by_sequence], target_row[by_sequence]
+    home = sequences.home[seq]
+    moves = Moves(home, seq - np.searchsorted(sequences.home, home), target, target_row, np.ones_like(seq))
+    num_home = len(sequences.of_rank(rank))
+    return moves.exchange(rank, placement.world_size, num_home, int((target == rank).sum()))
+
+
+def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Run the exchanges of all ranks on their arrays without processes: what the collective does, for tests and tools.
+
+    Args:
+        exchanges: one per rank.
+        arrays: one per rank, (num_source_rows, ...).
+
+    Returns:
+        One array per rank, (num_target_rows, ...). Rows never written keep a filler of ones' complement bits.
+    """
+    sent = [array[exchange.send_index] for exchange, array in zip(exchanges, arrays, strict=True)]
+    starts = [exclusive_cumsum(exchange.input_split_sizes) for exchange in exchanges]
+    received = []
+    for rank, exchange in enumerate(exchanges):
+        parts = []
+        for source, other in enumerate(exchanges):
+            count = int(other.input_split_sizes[rank])
+            if count != int(exchange.output_split_sizes[source]):
+                raise PlanInvariantError(
+                    f"rank {source} sends {count} rows to rank {rank}, which expects {int(exchange.output_split_sizes[source])}"
+                )
+            if count:
+                parts.append(sent[source][starts[source][rank] : starts[source][rank] + count])
+        like = arrays[rank]
+        target = np.full((exchange.num_target_rows, *like.shape[1:]), 0, dtype=like.dtype)
+        target.view(np.uint8)[...] = 0xFF
+        if parts:
+            target[exchange.recv_index] = np.concatenate(parts)
+        received.append(target)
+    return received
+
+
+def _split_sizes(rank: Int64Array, count: Int64Array, world_size: int) -> Int64Array:
+    sizes = np.zeros(world_size, dtype=np.int64)
+    np.add.at(sizes, rank, count)
+    return sizes

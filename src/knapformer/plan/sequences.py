@@ -1,0 +1,106 @@
+"""The sequences of one step, as the length gather found them: structure of arrays in (home rank, position) order.
+
+A sequence's id is its index in these arrays, so it is the same on every rank and increases with the home rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from knapformer.errors import PlanError
+from knapformer.plan.arrays import Int64Array, column, exclusive_cumsum
+
+MAX_LENGTH = 2**31 - 1
+"""Longest sequence accepted [tokens]; attention offsets on devices are 32-bit."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """Lengths and home ranks of all sequences of a step.
+
+    Attributes:
+        length: (S,) tokens of each sequence, text included where text is part of the sequence [tokens].
+        home: (S,) rank whose data loader produced it; never decreasing.
+        text_length: (S,) leading tokens of the sequence that are text [tokens]; zeros where text is not part of it.
+        home_start: (S,) first token of the sequence among its home rank's packed tokens (derived).
+    """
+
+    length: Int64Array
+    home: Int64Array
+    text_length: Int64Array
+    home_start: Int64Array = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("length", "home", "text_length"):
+            object.__setattr__(self, name, column(getattr(self, name), name))
+        if not len(self.length) == len(self.home) == len(self.text_length):
+            raise PlanError(
+                f"length, home and text_length must be equally long, got {len(self.length)}, {len(self.home)} "
+                f"and {len(self.text_length)}"
+            )
+        self._check("length", (self.length < 1) | (self.length > MAX_LENGTH), f"from 1 to {MAX_LENGTH} tokens")
+        self._check("text_length", (self.text_length < 0) | (self.text_length > self.length), "from 0 to its length")
+        self._check("home", self.home < 0, "a rank of 0 or more")
+        if np.any(np.diff(self.home) < 0):
+            raise PlanError("sequences must be ordered by home rank; sort them by (home, position) first")
+        start = exclusive_cumsum(self.length)
+        first = np.searchsorted(self.home, self.home)  # first sequence of the same home
+        home_start = start - start[first] if len(start) else start
+        object.__setattr__(self, "home_start", column(home_start, "home_start"))
+
+    def _check(self, name: str, bad: np.ndarray, allowed: str) -> None:
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise PlanError(
+                f"sequence {at} (home rank {int(self.home[at])}) has {name} {int(getattr(self, name)[at])}; "
+                f"allowed is {allowed}"
+            )
+
+    @classmethod
+    def from_ranks(
+        cls, seq_lens: Sequence[Sequence[int] | Int64Array], text_lens: Sequence[Sequence[int] | Int64Array] | None = None
+    ) -> Self:
+        """Build from one list of lengths per rank (and, for joint sequences, one list of text lengths per rank)."""
+        counts = [len(lens) for lens in seq_lens]
+        if text_lens is not None and [len(lens) for lens in text_lens] != counts:
+            raise PlanError(f"text_lens must match seq_lens rank by rank; seq_lens has {counts} sequences per rank")
+        length = column([int(x) for lens in seq_lens for x in lens], "length")
+        text = np.zeros_like(length) if text_lens is None else column([int(x) for t in text_lens for x in t], "text_length")
+        return cls(length, column(np.repeat(np.arange(len(counts)), counts), "home"), text)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequences):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("length", "home", "text_length"))
+
+    def __hash__(self) -> int:
+        return hash((self.length.tobytes(), self.home.tobytes(), self.text_length.tobytes()))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return int(self.length.sum())
+
+    def of_rank(self, rank: int) -> Int64Array:
+        """Ids of the sequences whose home is `rank`."""
+        first, last = np.searchsorted(self.home, [rank, rank + 1])
+        return np.arange(first, last, dtype=np.int64)
+
+    def tokens_at_home(self, world_size: int) -> Int64Array:
+        """(world_size,) tokens each rank's data loader produced."""
+        tokens = np.zeros(world_size, dtype=np.int64)
+        np.add.at(tokens, self.home, self.length)
+        return tokens
+
+    def check_world(self, world_size: int) -> None:
+        """Raise `PlanError` if a home rank lies outside `range(world_size)`."""
+        if len(self.home) and int(self.home[-1]) >= world_size:
+            raise PlanError(
+                f"a sequence has home rank {int(self.home[-1])}, but the cluster has ranks 0 to {world_size - 1}; "
+                "plan with the world size that gathered the lengths"
+            )
