@@ -1,7 +1,7 @@
 """Every error and warning class of the library, in one small tree.
 
-All errors derive from `KnapFormerError`, so that one `except` catches them, and each also derives from the built-in that
-fits its kind, so that code which knows nothing of this library still catches it in the usual way:
+All errors derive from `KnapFormerError`, so that one `except` catches them, and each also derives from the built-in
+that fits its kind, so that code which knows nothing of this library still catches it in the usual way:
 
     KnapFormerError
     |- SpecError(ValueError)                  a string or configuration that cannot be read
@@ -33,15 +33,15 @@ class KnapFormerError(Exception):
 
 
 class SpecError(KnapFormerError, ValueError):
-    """A bag spec, data code, cluster description or configuration cannot be read. The message names the column or field."""
+    """A bag spec, data code, cluster or configuration cannot be read. The message names the column or field."""
 
 
 class PlanError(KnapFormerError, ValueError):
-    """No plan can serve the request: for example lengths that are not positive, or a memory limit that nothing meets."""
+    """No plan can serve the request, for example: lengths that are not positive, a memory limit that nothing meets."""
 
 
 class CalibrationError(KnapFormerError, ValueError):
-    """The measurements given do not determine a cost model, or the fitted prices make no sense (negative, not finite)."""
+    """The measurements do not determine a cost model, or the fitted prices make no sense (negative, not finite)."""
 
 
 class DataError(KnapFormerError, ValueError):
@@ -53,11 +53,11 @@ class BackendUnavailableError(KnapFormerError, ImportError):
 
 
 class RankMismatchError(KnapFormerError, RuntimeError):
-    """Ranks disagree on what they are doing, or one of them gave input that cannot be used. Every rank raises the same."""
+    """Ranks disagree, or one of them gave input that cannot be used. Every rank raises the same error."""
 
 
 class PlanInvariantError(KnapFormerError, AssertionError):
-    """A placement breaks a promise, such as token conservation. It means a defect in a planner, not in the user's input."""
+    """A placement breaks a promise, such as token conservation. The defect is in a planner, not in the user's input."""
 
 
 class KnapFormerWarning(UserWarning):

@@ -2,6 +2,9 @@
 
     node 0        node 1                 a node is a group of consecutive ranks;
     [0 1 2 3]     [4 5 6 7]   [8 9]      nodes may have different sizes
+    domain 0 -------------'   domain 1   a domain is a group of consecutive nodes (optional)
+
+Ranks may differ in speed; a rank's speed is a whole number, per mille of the nominal rank that prices are given for.
 """
 
 from dataclasses import dataclass, field
@@ -12,20 +15,29 @@ import numpy as np
 from knapformer.errors import SpecError
 from knapformer.plan.arrays import Int64Array, column
 
+NOMINAL_SPEED = 1000
+"""Speed of the rank that prices are given for."""
+
+MAX_SPEED = 1_000_000
+"""Greatest speed accepted: a thousand nominal ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """Bandwidth of a rank's links, one direction [byte/s], and the width of what is exchanged.
 
     The defaults are those of an 8-GPU NVLink node with one 400 Gb/s adapter per GPU and bf16 activations.
+    `intra_domain` is what nodes of one domain have between them; None for the same as `inter_node`.
     """
 
     intra_node: float = 300e9
     inter_node: float = 40e9
     element_bytes: int = 2
+    intra_domain: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.intra_node > 0 and self.inter_node > 0 and self.element_bytes > 0):
+        slowest = min(b for b in (self.intra_node, self.inter_node, self.intra_domain) if b is not None)
+        if not (slowest > 0 and self.element_bytes > 0):
             raise SpecError(f"links must have positive bandwidth [byte/s] and element size, got {self}")
 
 
@@ -38,6 +50,8 @@ class Cluster:
         ranks_per_node: ranks that share a node; the last node may be smaller. Default: all ranks in one node.
         links: bandwidths, used to price traffic.
         node_sizes: explicit sizes of consecutive nodes, for ragged clusters; overrides `ranks_per_node`.
+        nodes_per_domain: consecutive nodes that share `links.intra_domain`; None for no level above nodes.
+        speeds: speed of each rank [per mille of nominal]; empty for equal ranks.
         node_of: (world_size,) node of each rank (derived).
     """
 
@@ -45,6 +59,8 @@ class Cluster:
     ranks_per_node: int | None = None
     links: Links = field(default_factory=Links)
     node_sizes: tuple[int, ...] = ()
+    nodes_per_domain: int | None = None
+    speeds: tuple[int, ...] = ()
     node_of: Int64Array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +78,24 @@ class Cluster:
                 f"node_sizes {self.node_sizes} must be positive and add up to world_size {self.world_size}, "
                 f"they add up to {int(sizes.sum())}"
             )
+        if self.nodes_per_domain is not None and self.nodes_per_domain < 1:
+            raise SpecError(f"nodes_per_domain is {self.nodes_per_domain}; a domain needs at least one node, or None")
+        self._check_speeds()
         object.__setattr__(self, "node_of", column(np.repeat(np.arange(len(sizes)), sizes), "node_of"))
+
+    def _check_speeds(self) -> None:
+        if not self.speeds:
+            return
+        if len(self.speeds) != self.world_size:
+            raise SpecError(f"speeds has {len(self.speeds)} entries; give one per rank ({self.world_size}), or none")
+        for rank, speed in enumerate(self.speeds):
+            if type(speed) is not int or not 1 <= speed <= MAX_SPEED:
+                raise SpecError(
+                    f"speed of rank {rank} is {speed!r}; it must be a whole number from 1 to {MAX_SPEED} "
+                    f"(per mille: {NOMINAL_SPEED} is nominal)"
+                )
+        if set(self.speeds) == {NOMINAL_SPEED}:
+            object.__setattr__(self, "speeds", ())  # one spelling of equal ranks
 
     @property
     def num_nodes(self) -> int:
@@ -72,6 +105,29 @@ class Cluster:
         """The consecutive ranks of each node."""
         stops = np.cumsum(self.node_sizes)
         return [range(int(stop) - size, int(stop)) for stop, size in zip(stops, self.node_sizes, strict=True)]
+
+    @property
+    def speed(self) -> Int64Array:
+        """(world_size,) speed of each rank [per mille]."""
+        return column(self.speeds or np.full(self.world_size, NOMINAL_SPEED, dtype=np.int64), "speeds")
+
+    def time(self, load: Int64Array) -> Int64Array:
+        """Time each rank takes for its `load`, given at nominal speed, rounded up [tick]."""
+        if not self.speeds:
+            return load
+        whole, rest = np.divmod(load, self.speed)
+        return whole * NOMINAL_SPEED - (-rest * NOMINAL_SPEED) // self.speed
+
+    def mean_time(self, total_load: int) -> int:
+        """Time of `total_load` when it is divided by speed over all ranks, rounded up [tick]."""
+        speed = int(self.speed.sum()) if self.speeds else NOMINAL_SPEED * self.world_size
+        return -(-total_load * NOMINAL_SPEED // speed)
+
+    def link_level(self, a: Int64Array, b: Int64Array) -> Int64Array:
+        """What lies between ranks `a` and `b`: 0 the same node, 1 the same domain, 2 neither."""
+        node_a, node_b = self.node_of[a], self.node_of[b]
+        per_domain = self.nodes_per_domain or 1
+        return (node_a != node_b).astype(np.int64) + (node_a // per_domain != node_b // per_domain)
 
     @classmethod
     def single_node(cls, world_size: int) -> Self:

@@ -11,7 +11,7 @@ sent exactly once the exchange has an inverse, which is the way back: route and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class Exchange:
             self.num_target_rows,
             self.num_source_rows,
         )
+
+    def narrow(self, ranks: range) -> "Exchange":
+        """The same exchange within a group of consecutive ranks. Raises `PlanInvariantError` if it reaches others."""
+        splits = self.input_split_sizes, self.output_split_sizes
+        inside = [sizes[ranks.start : ranks.stop] for sizes in splits]
+        if any(part.sum() != sizes.sum() for part, sizes in zip(inside, splits, strict=True)):
+            raise PlanInvariantError(f"an exchange within ranks {ranks.start} to {ranks.stop - 1} reaches ranks outside them")
+        return replace(self, input_split_sizes=inside[0], output_split_sizes=inside[1])
 
     @property
     def is_bijective(self) -> bool:

@@ -189,12 +189,12 @@ class Placement:
 
     def tokens(self) -> Int64Array:
         """(world_size,) tokens T_r each rank holds."""
-        return _per_rank(self.token_shards.rank, self.token_shards.count, self.world_size)
+        return per_rank(self.token_shards.rank, self.token_shards.count, self.world_size)
 
     def area(self) -> Int64Array:
         """(world_size,) attention area A_r: each row of a sequence of L tokens counts L."""
         rows = self.attention_shards
-        return _per_rank(rows.rank, rows.count * self.sequences.length[rows.seq], self.world_size)
+        return per_rank(rows.rank, rows.count * self.sequences.length[rows.seq], self.world_size)
 
     def num_shards(self) -> Int64Array:
         """(world_size,) token shards each rank holds."""
@@ -253,7 +253,8 @@ def _columns(shards: Shards) -> tuple[Int64Array, ...]:
     return shards.seq, shards.rank, shards.start, shards.stop
 
 
-def _per_rank(rank: Int64Array, amount: Int64Array, world_size: int) -> Int64Array:
+def per_rank(rank: Int64Array, amount: Int64Array, world_size: int) -> Int64Array:
+    """(world_size,) exact sums of `amount` by rank."""
     total = np.zeros(world_size, dtype=np.int64)
     np.add.at(total, rank, amount)  # bincount's weights are floats, which lose the last digits of an area
     return total

@@ -1,0 +1,17 @@
+"""Attention for any placement: kernels behind one signature, the exchange of split sequences, and the layout models see."""
+
+from knapformer.attention.current import attend
+from knapformer.attention.kernels import KERNELS, Kernel, Segments, choose_kernel, register_kernel
+from knapformer.attention.layout import Layout
+from knapformer.attention.split import SplitAttention
+
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Layout",
+    "Segments",
+    "SplitAttention",
+    "attend",
+    "choose_kernel",
+    "register_kernel",
+]

@@ -1,0 +1,147 @@
+"""What one rank's model code sees of a placement: its packed tokens, whose they are, and `attend`.
+
+Packed tokens are whole sequences first, then shards of split ones:
+
+    [ seq 2 whole | seq 7 whole | seq 0, tokens 0..99 | seq 5, tokens 40..80 ]
+      num_whole_tokens --------^
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from knapformer.attention.kernels import Segments, choose_kernel
+from knapformer.attention.split import SplitAttention
+from knapformer.errors import PlanError
+from knapformer.plan import Placement, Sequences
+from knapformer.plan.arrays import exclusive_cumsum, ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """One rank's packed tokens. Index tensors are int64 on the layout's device.
+
+    Attributes:
+        seq_lens: tokens here of each packed shard, in packed order [tokens].
+        sequence_ids: sequence id of each local sequence, in the order per-sequence vectors are delivered.
+        sequence_index: (T,) local sequence of each packed token.
+        position: (T,) offset of each packed token in its sequence.
+        text_index, image_index: packed positions of text and of visual tokens.
+        whole: segments of the whole sequences, the first `num_whole_tokens` packed tokens.
+        num_whole_tokens: packed tokens of whole sequences.
+        kernel: name of the attention kernel, None for the device's default.
+        split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
+    """
+
+    seq_lens: tuple[int, ...]
+    sequence_ids: tuple[int, ...]
+    sequence_index: Tensor
+    position: Tensor
+    text_index: Tensor
+    image_index: Tensor
+    whole: Segments
+    num_whole_tokens: int
+    kernel: str | None = None
+    split_attention: Callable[[int], SplitAttention] | None = None
+    _per_heads: dict[int, SplitAttention] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        *,
+        kernel: str | None = None,
+        split_attention: Callable[[int], SplitAttention] | None = None,
+    ) -> Self:
+        """The view of `rank`."""
+        shards = placement.token_shards
+        order = placement.packed_order()
+        mine = order[shards.rank[order] == rank]
+        seq, start, count = shards.seq[mine], shards.start[mine], shards.count[mine]
+        local = np.cumsum(np.diff(seq, prepend=-1) != 0) - 1
+        position = ranges(start, count)
+        is_text = position < np.repeat(placement.sequences.text_length[seq], count)
+        whole = count[~placement.split[seq]]
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+
+        return cls(
+            seq_lens=tuple(count.tolist()),
+            sequence_ids=tuple(dict.fromkeys(seq.tolist())),
+            sequence_index=tensor(np.repeat(local, count)),
+            position=tensor(position),
+            text_index=tensor(np.flatnonzero(is_text)),
+            image_index=tensor(np.flatnonzero(~is_text)),
+            whole=Segments.of(whole, whole, device),
+            num_whole_tokens=int(whole.sum()),
+            kernel=kernel,
+            split_attention=split_attention,
+        )
+
+    @classmethod
+    def local(
+        cls,
+        seq_lens: Sequence[int],
+        text_lens: Sequence[int] | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        kernel: str | None = None,
+    ) -> Self:
+        """A layout of whole sequences for one process: no balancer and no communication."""
+        sequences = Sequences.from_ranks([list(seq_lens)], None if text_lens is None else [list(text_lens)])
+        placement = Placement.whole(sequences, sequences.home, world_size=1, num_heads=1, planner="local")
+        return cls.of(placement, 0, torch.device(device), kernel=kernel)
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens T of this rank."""
+        return len(self.sequence_index)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences S that have tokens here."""
+        return len(self.sequence_ids)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """(number of shards + 1,) int32 offsets of the packed shards."""
+        lens = np.asarray(self.seq_lens, dtype=np.int64)
+        offsets = np.append(exclusive_cumsum(lens), self.num_tokens).astype(np.int32)
+        return torch.from_numpy(offsets).to(self.sequence_index.device)
+
+    def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, scale: float | None = None) -> Tensor:
+        """Full attention of every sequence, whichever ranks hold its tokens. Collective where sequences are split.
+
+        Args:
+            q_THK, k_THK, v_THK: (T, H, K) of this rank's packed tokens.
+            scale: factor on the logits; default 1 / sqrt(K).
+
+        Returns:
+            (T, H, K) outputs of this rank's packed tokens.
+        """
+        if not q_THK.shape == k_THK.shape == v_THK.shape or q_THK.ndim != 3 or len(q_THK) != self.num_tokens:
+            raise PlanError(
+                f"attend takes q, k and v of one shape (tokens, heads, head_dim) for the {self.num_tokens} packed tokens of "
+                f"this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
+            )
+        kernel = choose_kernel(self.kernel, q_THK.device, q_THK.dtype)
+        if self.split_attention is None:
+            return kernel(q_THK, k_THK, v_THK, self.whole, scale)
+        split = self._split(q_THK.shape[1])
+        n = self.num_whole_tokens
+        received = split.send(q_THK[n:], k_THK[n:], v_THK[n:])
+        o_whole = kernel(q_THK[:n], k_THK[:n], v_THK[:n], self.whole, scale)
+        o_split = split.give_back(kernel(*received, split.segments, scale), q_THK.shape[1])
+        return torch.cat([o_whole, o_split])
+
+    def _split(self, num_heads: int) -> SplitAttention:
+        if num_heads not in self._per_heads and self.split_attention is not None:
+            self._per_heads[num_heads] = self.split_attention(num_heads)
+        return self._per_heads[num_heads]

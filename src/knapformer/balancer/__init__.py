@@ -1,0 +1,6 @@
+"""The façade: `SequenceBalancer` plans a step, `RoutingStep` moves tokens and hands the model its layout."""
+
+from knapformer.balancer.balancer import SequenceBalancer
+from knapformer.balancer.step import RoutingStep
+
+__all__ = ["RoutingStep", "SequenceBalancer"]

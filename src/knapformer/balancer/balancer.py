@@ -1,0 +1,215 @@
+"""`SequenceBalancer`: gathers lengths, plans on every rank alike, and makes sure that all ranks made the same plan.
+
+    lengths --gather--> Sequences --planner--> Placement --digest compared--> RoutingStep
+
+Settings are compared across ranks before anything is created from them, lengths carry a status, and plans are compared
+by digest: a rank that differs makes every rank raise, none hangs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from knapformer.balancer.compat import OriginalSurface
+from knapformer.balancer.step import RoutingStep
+from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
+from knapformer.comm.gather import check_equal, stable_digest
+from knapformer.errors import RankMismatchError, SpecError
+from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
+from knapformer.plan.planners import BagsPlanner
+
+
+class SequenceBalancer(OriginalSurface):
+    """Balances each training step over the ranks of a process group.
+
+    Args:
+        bag_specs: "auto" for the default planner, or a bag spec such as "g1n8+g2n4" for the paper's bags. A spec that
+            covers fewer ranks than the group repeats: each balancing group is balanced on its own.
+        gamma: time of an attention FLOP over that of a token-wise FLOP, where no `cost` is given. Default 1.0 with bags, as
+            published, and 1.25 otherwise.
+        cost: prices; default from `gamma` and the token width given to `plan_routing`.
+        cluster: nodes and links of the group's ranks; default one node.
+        group: process group to balance over; default the whole world. Without torch.distributed: this process alone.
+        planner: a planner, or its name, instead of the one `bag_specs` stands for.
+        limits: hard limits such as `max_tokens_per_rank`.
+        kernel: attention kernel by name; default by device.
+        device: where routed tensors live; default that of the group's backend.
+        verify: compare plans and routed tensors across ranks, one small collective each, so that a mistake on one rank
+            raises on all. Turn off only where every microsecond counts.
+
+    Construction is collective over the world.
+
+    Raises:
+        RankMismatchError: on every rank, if ranks pass different arguments.
+        SpecError: on every rank, for a bag spec that cannot be read or does not divide the group.
+    """
+
+    def __init__(
+        self,
+        bag_specs: str | BagSpec = "auto",
+        gamma: float | None = None,
+        *,
+        cost: CostModel | None = None,
+        cluster: Cluster | None = None,
+        group: Any = None,
+        planner: Planner | str | None = None,
+        limits: Limits | None = None,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        verify: bool = True,
+    ) -> None:
+        base = RankGroup.of(group)
+        settings: dict[str, object] = {
+            "the bag spec": bag_specs,
+            "gamma": gamma,
+            "the cost model": cost,
+            "the cluster": cluster,
+            "the planner": planner if isinstance(planner, str) or planner is None else planner.name,
+            "the limits": limits,
+            "the verify flag": verify,
+        }
+        digests = [stable_digest(value) for value in settings.values()]
+        agree(base, digests, list(settings), "construct SequenceBalancer with the same arguments on every rank")
+
+        self._planner = self._make_planner(bag_specs, planner)
+        self._gamma, self._cost, self._limits = gamma, cost, limits or Limits()
+        self._kernel, self._verify = kernel, verify
+        if cluster is not None and cluster.world_size != base.size:
+            raise SpecError(
+                f"the cluster has {cluster.world_size} ranks but the process group {base.size}; describe the group's ranks"
+            )
+        cluster = cluster or Cluster(base.size)
+        self._group, self._cluster, part_sizes = base, cluster, list(cluster.node_sizes)
+        if isinstance(self._planner, BagsPlanner):
+            spec = self._planner.spec
+            num_groups = spec.num_groups(base.size)
+            self._group = partition(base, [spec.num_ranks] * num_groups)
+            self._cluster = _sub_cluster(cluster, self._group.ranks, base.ranks)
+            part_sizes = [len(bag) for bag in spec.bags()] * num_groups
+        self._part_of, self._part, self._part_group = self._make_parts(base, self._group, part_sizes)
+        self._device = torch.device(device) if device is not None else self._group.device
+        self._gather = LengthGather(self._group, {})
+        self._latest: RoutingStep | None = None
+
+    def plan_routing(
+        self,
+        seq_lens: Iterable[int] | torch.Tensor,
+        token_dim: int | None = None,
+        *,
+        text_lens: Iterable[int] | torch.Tensor | None = None,
+    ) -> RoutingStep:
+        """Plan one step. Collective over the balancing group.
+
+        Args:
+            seq_lens: tokens of each of this rank's sequences, text included where it is part of the sequence; may be empty.
+            token_dim: width of a token, for prices from shapes; not needed with a `cost`.
+            text_lens: leading text tokens of each sequence, for models with separate text weights; default none.
+
+        Returns:
+            The step; the balancer's own `route`, `reverse_route`, `pre_attn`, `post_attn` act on the latest one.
+
+        Raises:
+            PlanError: on every rank, for lengths or limits that cannot be planned.
+            RankMismatchError: on every rank, if ranks differ in arguments, number of calls, or the plan they made.
+        """
+        sequences = self._gather(seq_lens, text_lens, {"token_dim": token_dim})
+        cost = self.cost(token_dim)
+        placement = self._plan(sequences, cost)
+        spans = _spans_parts(placement, self._part_of)
+        self._latest = RoutingStep(
+            placement=placement,
+            cluster=self._cluster,
+            cost=cost,
+            group=self._group,
+            attention_ranks=range(self._group.size) if spans else self._part,
+            attention_group=self._group if spans else self._part_group,
+            device=self._device,
+            kernel=self._kernel,
+            verify=self._verify,
+        )
+        return self._latest
+
+    def cost(self, token_dim: int | None = None) -> CostModel:
+        """The prices steps are planned with."""
+        if self._cost is not None:
+            return self._cost
+        bags = isinstance(self._planner, BagsPlanner)
+        gamma = self._gamma if self._gamma is not None else (1.0 if bags else 1.25)
+        cost = CostModel.from_shapes(gamma=gamma) if token_dim is None else CostModel.from_shapes(token_dim, gamma=gamma)
+        return self._planner.with_default_heads(cost) if isinstance(self._planner, BagsPlanner) else cost
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks of the balancing group."""
+        return self._cluster
+
+    @property
+    def latest(self) -> RoutingStep | None:
+        """The step planned last."""
+        return self._latest
+
+    def _plan(self, sequences: Sequences, cost: CostModel) -> Placement:
+        """Plan, and make sure that every rank has the same plan before any of them acts on it."""
+        outcome: Placement | Exception
+        try:
+            outcome = self._planner(sequences, self._cluster, cost, self._limits).validate()
+        except Exception as error:  # raised again below, once the other ranks know
+            outcome = error
+        failed = isinstance(outcome, Exception)
+        if self._verify:
+            mine = [int(failed), 0 if isinstance(outcome, Exception) else outcome.digest()]
+            table = gather_integers(self._group, np.array(mine, dtype=np.int64))
+            others = [self._group.ranks[r] for r in np.flatnonzero(table[:, 0])]
+            if others and not failed:
+                raise RankMismatchError(f"planning failed on rank {others[0]} but not here; its own error says why")
+            if not others:
+                advice = "a planner must be a pure function of the gathered lengths; check custom planners and versions"
+                check_equal(self._group, table[:, 1:], ["the plan"], advice)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @staticmethod
+    def _make_planner(bag_specs: str | BagSpec, planner: Planner | str | None) -> Planner:
+        if planner is not None and not isinstance(planner, str):
+            return planner
+        if bag_specs == "auto":
+            return make_planner(planner or "balanced")
+        return make_planner(planner or "bags", bag_specs)
+
+    @staticmethod
+    def _make_parts(base: RankGroup, group: RankGroup, sizes: list[int]) -> tuple[np.ndarray, range, RankGroup]:
+        """Part of each rank of the balancing group, this rank's part, and the part's process group.
+
+        Sub-groups can only be created of the whole world; elsewhere the balancing group is one part.
+        """
+        if base.handle is not None and base.size != dist.get_world_size():
+            return np.zeros(group.size, dtype=np.int64), range(group.size), group
+        part_group = partition(base, sizes)
+        first = base.ranks.index(group.ranks[0])
+        part_of = np.repeat(np.arange(len(sizes)), sizes)[first : first + group.size]
+        start = group.ranks.index(part_group.ranks[0])
+        return part_of, range(start, start + part_group.size), part_group
+
+
+def _spans_parts(placement: Placement, part_of: np.ndarray) -> bool:
+    """Whether any sequence is split over several parts, so that its attention needs the whole balancing group."""
+    lowest = np.full(len(placement.sequences), len(part_of), dtype=np.int64)
+    highest = np.full(len(placement.sequences), -1, dtype=np.int64)
+    for shards in (placement.token_shards, placement.attention_shards):
+        np.minimum.at(lowest, shards.seq, part_of[shards.rank])
+        np.maximum.at(highest, shards.seq, part_of[shards.rank])
+    return bool(np.any(lowest != highest))
+
+
+def _sub_cluster(cluster: Cluster, ranks: tuple[int, ...], base: tuple[int, ...]) -> Cluster:
+    """The part of `cluster` that a balancing group covers."""
+    if len(ranks) == len(base):
+        return cluster
+    first = base.index(ranks[0])
+    sizes = np.unique(cluster.node_of[first : first + len(ranks)], return_counts=True)[1]
+    return replace(cluster, world_size=len(ranks), ranks_per_node=None, node_sizes=tuple(sizes.tolist()))

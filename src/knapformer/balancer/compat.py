@@ -1,0 +1,132 @@
+"""The surface that code written for the original KnapFormer uses, on top of steps; nothing else depends on it.
+
+    balancer.plan_routing(seq_lens, token_dim)
+    chunk_lens, x, features = balancer.route(x, features)
+    full_seq_lens, q, k, v = balancer.pre_attn(q, k, v)      (tokens here, H, d) -> (full sequences of the bag, H / g, d)
+    chunk_lens, o = balancer.post_attn(o)                    and back
+    seq_lens, y, features = balancer.reverse_route(y, features)
+
+All calls act on the latest step; inside a backward pass, on the step of that graph. `pre_attn` and `post_attn` exist for
+bag topologies; new code calls `layout.attend` or `knapformer.attend`, which take any placement and number of heads.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from knapformer.attention.current import current_step, mark
+from knapformer.comm import RankGroup
+from knapformer.errors import SpecError
+from knapformer.plan import Planner
+from knapformer.plan.planners import BagsPlanner
+from knapformer.plan.summary import summarize
+
+if TYPE_CHECKING:
+    from knapformer.attention import SplitAttention
+    from knapformer.balancer.step import RoutingStep
+
+
+class OriginalSurface:
+    """Mixin of `SequenceBalancer`; see the module's docstring."""
+
+    _group: RankGroup
+    _planner: Planner
+    _latest: "RoutingStep | None"
+
+    @property
+    def this_gpu_id(self) -> int:
+        """Global rank of this process."""
+        return self._group.ranks[self._group.rank]
+
+    @property
+    def balance_process_group(self) -> Any:
+        """The torch process group of this rank's balancing group."""
+        return self._group.handle
+
+    @property
+    def gpu_id2seq_ids(self) -> dict[int, list[int]]:
+        """Global rank -> ids of the sequences at home there, of the latest step."""
+        s = self._step().placement.sequences
+        return {gpu: s.of_rank(rank).tolist() for rank, gpu in enumerate(self._group.ranks)}
+
+    @property
+    def gpu_id2seq_lens(self) -> dict[int, list[int]]:
+        """Global rank -> lengths of the sequences at home there, of the latest step."""
+        s = self._step().placement.sequences
+        return {gpu: s.length[s.of_rank(rank)].tolist() for rank, gpu in enumerate(self._group.ranks)}
+
+    def get_routing_plan_summary(self) -> dict[str, Any]:
+        """The latest step's placement as plain dictionaries; see `knapformer.plan.summary`."""
+        step = self._step()
+        summary = summarize(step.placement, step.cost, self._group.ranks)
+        if isinstance(self._planner, BagsPlanner):
+            bags = [[self._group.ranks[r] for r in bag] for bag in self._planner.spec.bags()]
+            summary["bag_id2gpu_ids"] = dict(enumerate(bags))
+            summary["gpu_id2bag_id"] = {gpu: bag for bag, gpus in enumerate(bags) for gpu in gpus}
+        return summary
+
+    def route(self, x: Tensor, features: Sequence[Tensor] | None = None) -> tuple[list[int], Tensor, list[Tensor] | None]:
+        """`RoutingStep.route` of the latest step."""
+        return self._step().route(x, features)
+
+    def reverse_route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor] | None]:
+        """`RoutingStep.reverse_route` of the latest step; lengths come as an int32 tensor, as in the original."""
+        seq_lens, x, features = self._step().reverse_route(x, features)
+        return torch.tensor(seq_lens, dtype=torch.int32, device=x.device), x, features
+
+    def pre_attn(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gather the bag's full sequences with this rank's share of the heads. Collective over the bag.
+
+        Returns:
+            int32 lengths of the bag's sequences, and q, k, v of (sum of those lengths, H / g, K).
+
+        Raises:
+            SpecError: on every rank, without a bag topology or where a bag size does not divide the heads.
+        """
+        step, num_heads = self._step(), q_THK.shape[1]
+        split = self._bag_attention(step, num_heads)
+        bag_heads = num_heads // len(step.attention_ranks)
+        if split is None:  # a bag of one rank, or a bag without sequences
+            return _int32(step.layout.seq_lens, q_THK), *(mark(x[:, :bag_heads], step) for x in (q_THK, k_THK, v_THK))
+        q, k, v = (
+            x.reshape(x.shape[0] * split.head_group // bag_heads, bag_heads, x.shape[2])
+            for x in split.send(q_THK, k_THK, v_THK)
+        )
+        return split.segments.cu_q.diff(), mark(q, step), mark(k, step), mark(v, step)
+
+    def post_attn(self, o_LhK: Tensor) -> tuple[Tensor, Tensor]:
+        """The inverse of `pre_attn` for attention outputs: (full sequences, H / g, K) -> (tokens here, H, K)."""
+        step = self._step()
+        bag_size, bag_heads, head_dim = len(step.attention_ranks), *o_LhK.shape[1:]
+        split = self._bag_attention(step, bag_heads * bag_size)
+        if split is None:
+            o_LhK = o_LhK.repeat(1, bag_size, 1) if bag_size > 1 else o_LhK
+        else:
+            rows = o_LhK.reshape(o_LhK.shape[0] * bag_heads // split.head_group, split.head_group, head_dim)
+            o_LhK = split.give_back(rows, bag_heads * bag_size)
+        return _int32(step.layout.seq_lens, o_LhK), mark(o_LhK, step)
+
+    def _bag_attention(self, step: "RoutingStep", num_heads: int) -> "SplitAttention | None":
+        if not isinstance(self._planner, BagsPlanner):
+            raise SpecError(
+                f"pre_attn and post_attn need a bag topology, this balancer plans with '{self._planner.name}'; call "
+                "layout.attend or knapformer.attend instead, which take any placement"
+            )
+        for size, _ in self._planner.spec.terms:
+            if num_heads % size:
+                raise SpecError(
+                    f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads do not "
+                    f"divide by the bag size {size} of '{self._planner.spec}'; call layout.attend, which takes any number"
+                )
+        return step.bag_attention(num_heads)
+
+    def _step(self) -> "RoutingStep":
+        return current_step(self._latest)
+
+
+def _int32(lengths: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.int32, device=like.device)

@@ -1,0 +1,85 @@
+"""Process groups as the library sees them: a handle, this process' rank in it, and its global ranks.
+
+Sub-groups are created once, at start, for every part of a partition and in one order on every rank, never per plan:
+creating a group is itself collective, and gloo opens threads and sockets for each. Uneven all-to-alls with zero
+splits carry whatever a plan needs inside them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from knapformer.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGroup:
+    """A process group, or a single process where torch.distributed is not initialised.
+
+    Attributes:
+        handle: the torch process group; None for a single process.
+        rank: this process' rank in the group.
+        ranks: global rank of each member.
+    """
+
+    handle: Any
+    rank: int
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: Any = None) -> Self:
+        """Wrap a torch process group; None is the default group, or a single process without torch.distributed."""
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise SpecError("a process group was given but torch.distributed is not initialised; call init_process_group")
+            return cls(None, 0, (0,))
+        handle = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(handle)
+        if rank < 0:
+            raise SpecError("this process is not a member of the group given to the balancer; pass a group it belongs to")
+        return cls(handle, rank, tuple(dist.get_process_group_ranks(handle)))  # type: ignore[arg-type]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this group's collectives want their tensors."""
+        if self.handle is not None and "nccl" in str(dist.get_backend(self.handle)) and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def partition(group: RankGroup, sizes: Sequence[int]) -> RankGroup:
+    """Cut a group into consecutive parts of `sizes` and return the part this process is in. Collective over all ranks.
+
+    The trivial partition returns the group itself. Parts of one rank need no process group.
+
+    Raises:
+        SpecError: if the sizes do not add up, or `group` is not the default group, whose other ranks would have to take
+            part in creating the sub-groups without knowing them.
+    """
+    if sum(sizes) != group.size or min(sizes) < 1:
+        raise SpecError(f"cannot cut a group of {group.size} ranks into parts of {list(sizes)}")
+    if len(sizes) == 1:
+        return group
+    if group.size != dist.get_world_size():
+        raise SpecError(
+            f"cannot create sub-groups of a group of {group.size} ranks in a world of {dist.get_world_size()}; "
+            "give the balancer the default group, or a group of exactly one balancing group on one node"
+        )
+    mine: RankGroup | None = None
+    first = 0
+    for size in sizes:
+        ranks = group.ranks[first : first + size]
+        handle = dist.new_group(list(ranks)) if size > 1 else None
+        if first <= group.rank < first + size:
+            mine = RankGroup(handle, group.rank - first, ranks)
+        first += size
+    if mine is None:
+        raise SpecError(f"rank {group.rank} is in none of the parts {list(sizes)}")
+    return mine
