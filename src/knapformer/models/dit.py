@@ -1,0 +1,126 @@
+"""DiT, packed: one stream of visual tokens with adaLN-zero blocks, conditioned by timestep and a pooled vector.
+
+    x (T, C) -> x_in -> [ attention, MLP, each modulated and gated per sequence ] x depth -> final_layer -> (T, C_out)
+
+For class- or embedding-conditioned models whose sequences have no text tokens. `layout.text_index` is not used.
+
+Legend: T tokens on this rank, S sequences that have tokens here, D width, H heads, K head dim, C channels.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor, nn
+
+from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate
+from knapformer.models.config import BackboneConfig, check_at_least
+from knapformer.models.init import deferred_init
+from knapformer.models.layers import FinalLayer, HeadProjection, Mlp, PackedModel, layer_norm
+from knapformer.models.packed import PackedLayout, check_rows, compute_dtype
+from knapformer.models.rope import Rotation, rotate, rotation_from_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiTConfig(BackboneConfig):
+    """Shape of a `DiT`; the other fields are `BackboneConfig`'s.
+
+    Attributes:
+        depth: Number of blocks.
+    """
+
+    depth: int
+
+    def __post_init__(self) -> None:
+        BackboneConfig.__post_init__(self)  # no super(): slots make the decorator replace the class it would find
+        check_at_least(self, 1, "depth")
+
+    @property
+    def num_layers(self) -> int:
+        return self.depth
+
+    @classmethod
+    def tiny(
+        cls,
+        *,
+        num_heads: int = 4,
+        axes_dims: tuple[int, int, int] = (4, 6, 6),
+        depth: int = 2,
+        zero_init: bool = False,
+    ) -> Self:
+        """A small model (0.2 M parameters by default) for tests and demos, with any number of heads."""
+        return cls(
+            in_channels=8,
+            pooled_channels=10,
+            width=num_heads * sum(axes_dims),
+            num_heads=num_heads,
+            depth=depth,
+            axes_dims=axes_dims,
+            zero_init=zero_init,
+        )
+
+
+class DiTBlock(nn.Module):
+    """Attention, then MLP; shift, scale and gate of each come from the conditioning vector."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__()
+        self.mod = Modulation(config.width, 6)
+        self.attn = HeadProjection(config)
+        self.proj = nn.Linear(config.width, config.width)
+        self.mlp = Mlp(config)
+
+    def forward(self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout) -> Tensor:
+        """Packed tokens (T, D) to packed tokens."""
+        index_T = layout.sequence_index
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = self.mod(vec_SD)
+        q_THK, k_THK, v_THK = self.attn(modulate(layer_norm(x_TD), shift_attn, scale_attn, index_T))
+        attended_THK = layout.attend(rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK)
+        x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), gate_attn, index_T)
+        hidden = self.mlp(modulate(layer_norm(x_TD), shift_mlp, scale_mlp, index_T))
+        return add_gated(x_TD, hidden, gate_mlp, index_T)
+
+
+class DiT(PackedModel):
+    """Packed diffusion transformer over visual tokens; built and initialised like `MMDiT`."""
+
+    def __init__(self, config: DiTConfig):
+        super().__init__(config)
+        self.config = config
+        with deferred_init(self):
+            self.x_in = nn.Linear(config.in_channels, config.width)
+            self.conditioner = Conditioner(config.pooled_channels, config.width)
+            self.dit_blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
+            self.final_layer = FinalLayer(config)
+        if self.x_in.weight.device.type != "meta":
+            self.init_weights()
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.dit_blocks]
+
+    def forward(self, x: Tensor, timestep: Tensor, pooled: Tensor, ids: Tensor, layout: PackedLayout) -> Tensor:
+        """Predict all tokens.
+
+        Inputs may have any floating-point dtype; they are cast to that of the weights where precision allows.
+
+        Args:
+            x: (T, in_channels), in packed order.
+            timestep: (S,), in [0, 1].
+            pooled: (S, pooled_channels).
+            ids: (T, 3) positions in packed order.
+            layout: Where each token belongs, and attention.
+
+        Returns:
+            (T, C_out), in packed order.
+
+        Raises:
+            SpecError: an input does not fit the layout or the configuration.
+        """
+        config, dtype = self.config, self.x_in.weight.dtype
+        check_rows("x", x, (layout.num_tokens, config.in_channels), "packed token")
+        check_rows("ids", ids, (layout.num_tokens, 3), "packed token")
+        rotation = rotation_from_ids(ids, config.axes_dims, config.theta, compute_dtype(dtype))
+        vec_SD = self.conditioner(timestep, pooled, None, layout.num_sequences)
+        x_TD = self.x_in(x.to(dtype))
+        for block in self.dit_blocks:
+            x_TD = block(x_TD, vec_SD, rotation, layout)
+        return self.final_layer(x_TD, vec_SD, layout.sequence_index)

@@ -1,0 +1,92 @@
+"""What a packed model knows about sequences: the layout protocol and the two-stream order.
+
+Packed means: no batch axis. The tokens of all sequences on this rank lie one after another in one tensor, and whatever
+depends on "which sequence" goes through a layout. Models ask a layout for six things only, so they run unchanged on
+one device, behind a balancer, or in a test with twenty lines of plain attention.
+
+    packed     t t i i i | t i i      text_index  = [0, 1, 5]
+    sequence   0 0 0 0 0 | 1 1 1      image_index = [2, 3, 4, 6, 7]
+
+Legend: T tokens on this rank, T_txt and T_img its text and visual tokens, H heads, K head dim.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from knapformer.errors import SpecError
+
+
+class PackedLayout(Protocol):
+    """The part of a layout that models use; `knapformer.attention` has the real one.
+
+    Every rank calls `attend` equally often and in the same order, on zero rows if it has no tokens, because the call
+    may exchange tokens with other ranks. `attend` must keep its inputs in the autograd graph even then.
+    """
+
+    @property
+    def num_tokens(self) -> int:
+        """T, tokens on this rank [tokens]."""
+        ...
+
+    @property
+    def num_sequences(self) -> int:
+        """S, sequences that have tokens on this rank; per-sequence vectors have S rows."""
+        ...
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """(T,) int64: the row of each packed token's sequence in per-sequence vectors, 0..S-1."""
+        ...
+
+    @property
+    def text_index(self) -> Tensor:
+        """(T_txt,) int64: packed positions of the text tokens."""
+        ...
+
+    @property
+    def image_index(self) -> Tensor:
+        """(T_img,) int64: packed positions of the visual tokens. With `text_index` it partitions 0..T-1."""
+        ...
+
+    def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, /, *, scale: float | None = None) -> Tensor:
+        """Full attention inside each sequence: three (T, H, K) tensors to one of the same shape. Collective."""
+        ...
+
+
+def merge_streams(txt: Tensor, img: Tensor, layout: PackedLayout) -> Tensor:
+    """Put text rows (T_txt, ...) and visual rows (T_img, ...) into packed order (T, ...).
+
+    Both inputs stay in the graph when they have no rows: their parameters then get zero gradients, not None. The two
+    index sets cover every row, so the buffer needs no initial value.
+    """
+    packed = img.new_empty((layout.num_tokens, *img.shape[1:]))
+    packed = packed.index_copy_(0, layout.text_index, txt)
+    return packed.index_copy_(0, layout.image_index, img)
+
+
+def split_streams(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Inverse of `merge_streams`: packed rows (T, ...) to (text rows, visual rows)."""
+    return packed.index_select(0, layout.text_index), packed.index_select(0, layout.image_index)
+
+
+def check_rows(name: str, value: Tensor, shape: tuple[int, ...], rows_are: str) -> None:
+    """Reject an input whose shape does not fit the layout.
+
+    Reads shapes only, never data, so it costs no device synchronisation. A wrong row count is worth a clear message:
+    one row in place of S would otherwise fail far away, as an index error inside a kernel.
+
+    Raises:
+        SpecError: `value` has another shape than `shape`.
+    """
+    if tuple(value.shape) != shape:
+        raise SpecError(
+            f"{name} has shape {tuple(value.shape)}; expected {shape}: one row per {rows_are}. "
+            "Pass packed tensors without a batch axis, in the order of the layout"
+        )
+
+
+def compute_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """Dtype for angles and other small, precision-critical arithmetic: fp64 in an fp64 model, else fp32."""
+    return torch.promote_types(weight_dtype, torch.float32)
