@@ -27,12 +27,14 @@ class Segments:
 
     Attributes:
         cu_q, cu_k: (N + 1,) int32 offsets of queries and keys.
+        num_q: rows of all queries.
         max_q, max_k: longest segment [rows].
         runs: (first query, first key, number, queries each, keys each) of neighbouring segments of equal size.
     """
 
     cu_q: Tensor
     cu_k: Tensor
+    num_q: int
     max_q: int
     max_k: int
     runs: tuple[tuple[int, int, int, int, int], ...]
@@ -48,6 +50,7 @@ class Segments:
         return cls(
             torch.from_numpy(cu_q.astype(np.int32)).to(device),
             torch.from_numpy(cu_k.astype(np.int32)).to(device),
+            int(q.sum()),
             int(q.max(initial=0)),
             int(k.max(initial=0)),
             tuple(map(tuple, runs.tolist())),

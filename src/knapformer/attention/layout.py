@@ -7,7 +7,6 @@ Packed tokens are whole sequences first, then shards of split ones:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -21,33 +20,44 @@ from knapformer.plan import Placement, Sequences
 from knapformer.plan.arrays import exclusive_cumsum, ranges
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One rank's packed tokens. Index tensors are int64 on the layout's device.
+    """One rank's packed tokens. Immutable; index tensors are int64 on the layout's device.
 
-    Attributes:
+    A plain class on purpose: FSDP2 rebuilds dataclasses among a module's arguments to cast the tensors in them.
+
+    Args:
         seq_lens: tokens here of each packed shard, in packed order [tokens].
         sequence_ids: sequence id of each local sequence, in the order per-sequence vectors are delivered.
         sequence_index: (T,) local sequence of each packed token.
         position: (T,) offset of each packed token in its sequence.
         text_index, image_index: packed positions of text and of visual tokens.
-        whole: segments of the whole sequences, the first `num_whole_tokens` packed tokens.
-        num_whole_tokens: packed tokens of whole sequences.
+        whole: segments of the whole sequences, the first packed tokens.
         kernel: name of the attention kernel, None for the device's default.
         split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
     """
 
-    seq_lens: tuple[int, ...]
-    sequence_ids: tuple[int, ...]
-    sequence_index: Tensor
-    position: Tensor
-    text_index: Tensor
-    image_index: Tensor
-    whole: Segments
-    num_whole_tokens: int
-    kernel: str | None = None
-    split_attention: Callable[[int], SplitAttention] | None = None
-    _per_heads: dict[int, SplitAttention] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        *,
+        seq_lens: tuple[int, ...],
+        sequence_ids: tuple[int, ...],
+        sequence_index: Tensor,
+        position: Tensor,
+        text_index: Tensor,
+        image_index: Tensor,
+        whole: Segments,
+        kernel: str | None = None,
+        split_attention: Callable[[int], SplitAttention] | None = None,
+    ) -> None:
+        self.seq_lens = seq_lens
+        self.sequence_ids = sequence_ids
+        self.sequence_index = sequence_index
+        self.position = position
+        self.text_index = text_index
+        self.image_index = image_index
+        self._whole = whole
+        self._kernel = kernel
+        self._split_attention = split_attention
 
     @classmethod
     def of(
@@ -80,7 +90,6 @@ class Layout:
             text_index=tensor(np.flatnonzero(is_text)),
             image_index=tensor(np.flatnonzero(~is_text)),
             whole=Segments.of(whole, whole, device),
-            num_whole_tokens=int(whole.sum()),
             kernel=kernel,
             split_attention=split_attention,
         )
@@ -110,6 +119,11 @@ class Layout:
         return len(self.sequence_ids)
 
     @property
+    def num_whole_tokens(self) -> int:
+        """Packed tokens of whole sequences; those of split ones follow."""
+        return self._whole.num_q
+
+    @property
     def cu_seqlens(self) -> Tensor:
         """(number of shards + 1,) int32 offsets of the packed shards."""
         lens = np.asarray(self.seq_lens, dtype=np.int64)
@@ -131,17 +145,11 @@ class Layout:
                 f"attend takes q, k and v of one shape (tokens, heads, head_dim) for the {self.num_tokens} packed tokens of "
                 f"this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
             )
-        kernel = choose_kernel(self.kernel, q_THK.device, q_THK.dtype)
-        if self.split_attention is None:
-            return kernel(q_THK, k_THK, v_THK, self.whole, scale)
-        split = self._split(q_THK.shape[1])
-        n = self.num_whole_tokens
+        kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype)
+        if self._split_attention is None:
+            return kernel(q_THK, k_THK, v_THK, self._whole, scale)
+        split, n = self._split_attention(q_THK.shape[1]), self.num_whole_tokens
         received = split.send(q_THK[n:], k_THK[n:], v_THK[n:])
-        o_whole = kernel(q_THK[:n], k_THK[:n], v_THK[:n], self.whole, scale)
+        o_whole = kernel(q_THK[:n], k_THK[:n], v_THK[:n], self._whole, scale)
         o_split = split.give_back(kernel(*received, split.segments, scale), q_THK.shape[1])
         return torch.cat([o_whole, o_split])
-
-    def _split(self, num_heads: int) -> SplitAttention:
-        if num_heads not in self._per_heads and self.split_attention is not None:
-            self._per_heads[num_heads] = self.split_attention(num_heads)
-        return self._per_heads[num_heads]

@@ -6,6 +6,7 @@ Settings are compared across ranks before anything is created from them, lengths
 by digest: a rank that differs makes every rank raise, none hangs.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,7 @@ class SequenceBalancer(OriginalSurface):
             PlanError: on every rank, for lengths or limits that cannot be planned.
             RankMismatchError: on every rank, if ranks differ in arguments, number of calls, or the plan they made.
         """
+        start = time.perf_counter()
         sequences = self._gather(seq_lens, text_lens, {"token_dim": token_dim})
         cost = self.cost(token_dim)
         placement = self._plan(sequences, cost)
@@ -130,6 +132,7 @@ class SequenceBalancer(OriginalSurface):
             device=self._device,
             kernel=self._kernel,
             verify=self._verify,
+            plan_seconds=time.perf_counter() - start,
         )
         return self._latest
 

@@ -47,6 +47,7 @@ class RoutingStep:
         device: where index tensors live.
         kernel: attention kernel by name, None for the device's default.
         verify: whether routed tensors are compared across ranks before they move, so that errors are collective.
+        plan_seconds: time this rank took to gather lengths, plan, and compare plans [s].
     """
 
     placement: Placement
@@ -58,6 +59,7 @@ class RoutingStep:
     device: torch.device
     kernel: str | None = None
     verify: bool = True
+    plan_seconds: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -146,6 +148,16 @@ class RoutingStep:
         return bool(self.placement.split[rows.seq[here]].any())
 
     def _split_attention(self, num_heads: int, *, token_major: bool = False) -> SplitAttention:
+        """Tables for a number of heads, made when a layer first asks and kept for the step."""
+        if (num_heads, token_major) not in self._split_tables:
+            self._split_tables[num_heads, token_major] = self._make_split_attention(num_heads, token_major)
+        return self._split_tables[num_heads, token_major]
+
+    @cached_property
+    def _split_tables(self) -> dict[tuple[int, bool], SplitAttention]:
+        return {}
+
+    def _make_split_attention(self, num_heads: int, token_major: bool) -> SplitAttention:
         table = attention_exchange(self.placement.with_num_heads(num_heads), self.rank, token_major=token_major)
         ranks = self.attention_ranks
         table = replace(table, qkv=table.qkv.narrow(ranks), out=table.out.narrow(ranks))
@@ -153,15 +165,7 @@ class RoutingStep:
 
     def bag_attention(self, num_heads: int) -> SplitAttention | None:
         """Split attention whose rows lie (token, head), for `pre_attn`; None if no sequence of the bag is split."""
-        if not self._shares_attention:
-            return None
-        if num_heads not in self._bag_attention:
-            self._bag_attention[num_heads] = self._split_attention(num_heads, token_major=True)
-        return self._bag_attention[num_heads]
-
-    @cached_property
-    def _bag_attention(self) -> dict[int, SplitAttention]:
-        return {}
+        return self._split_attention(num_heads, token_major=True) if self._shares_attention else None
 
     def _move(self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]) -> list[Tensor]:
         differentiable = self._agree(verb, tensors, rows_of(self.placement.world_size)) if self.verify else None

@@ -1,0 +1,144 @@
+"""`knapformer plan`: plan recorded or generated lengths and print what a planner makes of them."""
+
+import json
+import time
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from knapformer.data import Trace, load_workload
+from knapformer.plan import Cluster, CostModel, Limits, Metrics, Sequences, make_planner, measure
+
+FIGURES = (
+    "time_imbalance",
+    "token_imbalance",
+    "attention_imbalance",
+    "gap",
+    "split_traffic",
+    "cross_node_traffic",
+    "routed_fraction",
+    "split_sequences",
+    "step_over_ideal",
+    "step_over_ideal_overlap",
+)
+
+
+def plan(
+    workload: str,
+    *,
+    planner: str | None = None,
+    topology: str | None = None,
+    ranks: int | None = None,
+    ranks_per_node: int | None = None,
+    gamma: float = 1.25,
+    steps: int | None = None,
+    seed: int = 0,
+    max_tokens_per_rank: int | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Plan a workload's steps and print imbalance, traffic and planning time, before and after.
+
+    Imbalances are max/mean over ranks. split_traffic is the share of q, k, v and o elements that cross ranks,
+    split_sequences the number of sequences that are split, step_over_ideal the predicted step over perfectly
+    balanced compute.
+
+    Parameters
+    ----------
+    workload
+        Preset (flux-joint-32, ...), data codes (g8b4i256f1s0,g4b1i512f85s1), or a trace file.
+    planner
+        balanced, bags, local or exact. Default: bags if a topology is given, else balanced.
+    topology
+        Bag spec for planner bags, e.g. g4n8 or g1n8+g2n4+g8n2.
+    ranks
+        World size. Default: the workload's.
+    ranks_per_node
+        Ranks that share fast links. Default: the workload's, else all.
+    gamma
+        Time of an attention FLOP over that of a token-wise FLOP.
+    steps
+        Steps to plan. Default: all of the trace.
+    seed
+        For generated lengths.
+    max_tokens_per_rank
+        Hard limit from memory.
+    as_json
+        Print one JSON object and nothing else.
+    """
+    trace = load_workload(workload, world_size=ranks, num_steps=steps, seed=seed)
+    result = plan_trace(
+        trace,
+        planner or ("bags" if topology else "balanced"),
+        topology,
+        gamma=gamma,
+        steps=steps,
+        ranks_per_node=ranks_per_node,
+        limits=Limits(max_tokens_per_rank),
+    )
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print(result)
+
+
+def plan_trace(
+    trace: Trace,
+    planner: str,
+    topology: str | None = None,
+    *,
+    gamma: float = 1.25,
+    steps: int | None = None,
+    ranks_per_node: int | None = None,
+    limits: Limits | None = None,
+) -> dict[str, Any]:
+    """Plan every step of a trace; the object `knapformer plan --json` prints."""
+    plan_one, plan_none = make_planner(planner, topology), make_planner("local")
+    cluster = Cluster(trace.world_size, ranks_per_node or trace.meta.get("ranks_per_node"))
+    cost = CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
+    before: list[Metrics] = []
+    after: list[Metrics] = []
+    seconds: list[float] = []
+    for step in trace.steps[:steps]:
+        joint = trace.meta.get("text", "joint") == "joint"
+        sequences = Sequences.from_ranks(step.seq_lens, step.text_lens if joint else None)
+        start = time.perf_counter()
+        placement = plan_one(sequences, cluster, cost, limits or Limits())
+        seconds.append(time.perf_counter() - start)
+        after.append(measure(placement.validate(), cluster, cost))
+        before.append(measure(plan_none(sequences, cluster, cost, Limits()), cluster, cost))
+    return {
+        "workload": trace.name,
+        "ranks": trace.world_size,
+        "planner": planner,
+        "topology": topology,
+        "steps": len(after),
+        "before": _figures(before),
+        "after": _figures(after),
+        "plan_seconds": {"median": float(np.median(seconds)), "p99": float(np.quantile(seconds, 0.99))},
+    }
+
+
+def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:
+    columns = {name: [getattr(m, name) for m in metrics] for name in FIGURES}
+    return {name: {"mean": float(np.mean(values)), "max": float(np.max(values))} for name, values in columns.items()}
+
+
+def _print(result: dict[str, Any]) -> None:
+    topology = f" {result['topology']}" if result["topology"] else ""
+    table = Table(
+        title=f"{result['workload']}: {result['ranks']} ranks, planner {result['planner']}{topology}, {result['steps']} steps",
+        caption="mean over the steps (worst step)",
+    )
+    table.add_column("")
+    table.add_column("at home", justify="right")
+    table.add_column("planned", justify="right")
+    for name in FIGURES:
+        cells = [f"{result[side][name]['mean']:.4g} ({result[side][name]['max']:.4g})" for side in ("before", "after")]
+        table.add_row(name.replace("_", " "), *cells)
+    seconds = result["plan_seconds"]
+    console = Console()
+    console.print(table)
+    console.print(f"planning takes {seconds['median'] * 1e3:.2f} ms a step (99th percentile {seconds['p99'] * 1e3:.2f} ms)")

@@ -1,0 +1,145 @@
+"""Run records: what was run, where, with what, and what every step measured. One JSON object per line.
+
+    {"schema": 1, "kind": "run", "name": ..., "environment": {...}, "command": [...], "config": {...}}
+    {"schema": 1, "kind": "step", "name": ..., "step": 0, "loss": ..., "seconds": ...}
+    ...
+
+Lines are written as the run goes, so a killed run leaves a readable record. Several runs may share a file; `name` tells
+their lines apart.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from knapformer.errors import DataError
+
+SCHEMA = 1
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions, commit, machine and time of this run."""
+    versions = {}
+    for package in ("knapformer", "numpy", "torch"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": _commit(),
+        "device": device,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+class RecordWriter:
+    """Appends a run's lines to a file. A context manager.
+
+    Args:
+        path: the JSONL file; folders are made, lines of earlier runs are kept.
+        name: tells this run's lines apart.
+        config: the configuration, as plain data.
+        device: what it ran on, in words.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], name: str, config: Mapping[str, Any], device: str = "cpu") -> None:
+        self.path, self.name = Path(path), name
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = self.path.open("a", encoding="utf-8", newline="\n")
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        self._write("run", environment=environment(device), command=command, config=dict(config))
+
+    def step(self, step: int, **values: Any) -> None:
+        """One step's values."""
+        self._write("step", step=step, **values)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"schema": SCHEMA, "kind": kind, "name": self.name, **values}) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run, read back.
+
+    Attributes:
+        name: its name.
+        header: environment, command and config.
+        steps: one mapping per step, in order.
+    """
+
+    name: str
+    header: Mapping[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def column(self, name: str) -> list[Any]:
+        """One value of every step. Raises `DataError` if a step lacks it."""
+        try:
+            return [step[name] for step in self.steps]
+        except KeyError:
+            raise DataError(f"run {self.name!r}: a step has no value {name!r}; it has {sorted(self.steps[0])}") from None
+
+
+def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
+    """The runs of a file by name; a later run of the same name replaces an earlier one.
+
+    Raises:
+        DataError: naming file and line, for lines that are not records of this schema. A cut last line is left out.
+    """
+    runs: dict[str, RunRecord] = {}
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number}: not JSON ({error}); a run record has one JSON object per line") from error
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("kind") not in ("run", "step"):
+            raise DataError(f"{path}, line {number}: not a run record of schema {SCHEMA}")
+        name = record["name"]
+        if record["kind"] == "run":
+            runs[name] = RunRecord(name, {k: record[k] for k in ("environment", "command", "config")})
+        elif name not in runs:
+            raise DataError(f"{path}, line {number}: a step of run {name!r} before its header")
+        else:
+            runs[name].steps.append({k: v for k, v in record.items() if k not in ("schema", "kind", "name")})
+    return runs
+
+
+def _commit() -> str | None:
+    """Commit of the checkout this package runs from; None outside of one."""
+    try:
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    """Name of the processor; the platform's word for it where /proc does not say."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

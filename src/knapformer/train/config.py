@@ -1,0 +1,155 @@
+"""The configuration of a training run: one TOML file, checked as it is read, defaults for a small run on a CPU.
+
+    [data]                              [model]                    [balancer]
+    manifest = "photos/"                width = 256                planner = "balanced"
+    [[data.loaders]]                    num_heads = 4
+    source = "images"                   num_double = 2             [train]
+    num_loaders = 2                     num_single = 4             steps = 100
+    batch = 4
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from knapformer.data import LoaderGroup, MediaOptions
+from knapformer.errors import SpecError
+from knapformer.models import MMDiTConfig
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Typed, frozen, and strict: an unknown key is an error."""
+
+
+class LoaderConfig(_Section):
+    """Loaders that draw from one source of the manifest."""
+
+    source: str
+    num_loaders: int = 1
+    batch: int = 1
+
+
+class DataConfig(_Section):
+    """Where samples come from and how pixels become tokens."""
+
+    manifest: str = ""
+    """Folder of media files, or a JSONL manifest. Relative to the configuration file."""
+    loaders: list[LoaderConfig] = []
+    patch: int = 16
+    """Side of a patch [pixels]."""
+    max_pixels: int | None = 65_536
+    """Largest frame; larger ones are scaled down [pixels]."""
+    fps: float | None = 8.0
+    max_frames: int | None = 16
+    max_text: int = 392
+    """Longest caption [tokens]."""
+
+
+class ModelConfig(_Section):
+    """Shape of the MMDiT."""
+
+    width: int = 256
+    num_heads: int = 4
+    num_double: int = 2
+    num_single: int = 4
+    mlp_ratio: float = 4.0
+    axes_dims: tuple[int, int, int] = (16, 24, 24)
+    text_channels: int = 64
+    pooled_channels: int = 64
+    zero_init: bool = False
+
+
+class BalancerConfig(_Section):
+    """How steps are balanced."""
+
+    planner: str = "balanced"
+    topology: str | None = None
+    """Bag spec, for planner "bags"."""
+    gamma: float = 1.0
+    ranks_per_node: int | None = None
+    max_tokens_per_rank: int | None = None
+    kernel: str | None = None
+
+
+class OptimConfig(_Section):
+    """AdamW."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.01
+    clip_norm: float | None = 1.0
+
+
+class RunConfig(_Section):
+    """The run itself."""
+
+    steps: int = 20
+    seed: int = 0
+    loss: Literal["token", "sample"] = "token"
+    checkpointing: bool = False
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    replicas: int = 1
+    """Sharding groups side by side (HSDP)."""
+    ranks: int = 2
+    """Ranks to start when not under torchrun."""
+    record: str = "runs/train.jsonl"
+    checkpoints: str | None = None
+    """Folder of checkpoints; a run found there is resumed."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: at the end only."""
+
+
+class TrainConfig(_Section):
+    """All sections."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    balancer: BalancerConfig = BalancerConfig()
+    optim: OptimConfig = OptimConfig()
+    train: RunConfig = RunConfig()
+
+    def media_options(self) -> MediaOptions:
+        d = self.data
+        return MediaOptions(patch=d.patch, max_pixels=d.max_pixels, fps=d.fps, max_frames=d.max_frames)
+
+    def loader_groups(self) -> tuple[LoaderGroup, ...]:
+        return tuple(LoaderGroup(g.source, num_loaders=g.num_loaders, batch=g.batch) for g in self.data.loaders)
+
+    def mmdit(self) -> MMDiTConfig:
+        m = self.model
+        return MMDiTConfig(
+            in_channels=3 * self.data.patch**2,
+            text_channels=m.text_channels,
+            pooled_channels=m.pooled_channels,
+            width=m.width,
+            num_heads=m.num_heads,
+            num_double=m.num_double,
+            num_single=m.num_single,
+            mlp_ratio=m.mlp_ratio,
+            axes_dims=m.axes_dims,
+            zero_init=m.zero_init,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)
+
+
+def read_config(path: str | os.PathLike[str]) -> TrainConfig:
+    """Read a TOML file. Paths in it are relative to it.
+
+    Raises:
+        SpecError: naming the file and the key, for what cannot be read or is not known.
+    """
+    path = Path(path)
+    try:
+        config = msgspec.toml.decode(path.read_bytes(), type=TrainConfig)
+    except FileNotFoundError:
+        raise SpecError(f"no configuration file {str(path)!r}") from None
+    except msgspec.DecodeError as error:
+        raise SpecError(f"{path}: {error}") from error
+    if not config.data.manifest or not config.data.loaders:
+        raise SpecError(f"{path}: [data] needs 'manifest' (a folder or JSONL file) and at least one [[data.loaders]]")
+    manifest = str(path.parent / config.data.manifest)
+    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, manifest=manifest))

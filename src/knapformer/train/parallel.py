@@ -1,0 +1,72 @@
+"""FSDP2 wiring: shard every block and the rest, checkpoint activations, pick the precision the device has.
+
+Ranks hold different numbers of tokens, some none. So every rank runs every module (on zero rows if need be), gradients
+are averaged over ranks as FSDP does, and the loss is scaled by the number of ranks to make that average the sum.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from knapformer.errors import SpecError
+from knapformer.models import PackedModel
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def make_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
+    """All ranks: one sharding group, or `replicas` of them side by side (HSDP)."""
+    world = dist.get_world_size()
+    if replicas < 1 or world % replicas:
+        raise SpecError(f"replicas is {replicas}; it must divide the world size {world}")
+    if replicas == 1:
+        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(
+    build: Callable[[], PackedModel],
+    mesh: DeviceMesh,
+    *,
+    seed: int = 0,
+    checkpointing: bool = False,
+    precision: Precision = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> PackedModel:
+    """Build a model without storage, shard it over `mesh`, allocate and fill it: the same weights on any mesh.
+
+    Args:
+        build: makes the model.
+        mesh: from `make_mesh`.
+        seed: of the weights.
+        checkpointing: recompute each block's activations in backward.
+        precision: of the computation; "auto" is bf16 on CUDA and fp32 elsewhere. Gradients are reduced in fp32.
+        dtype: of the parameters.
+    """
+    with torch.device("meta"):
+        model = build().to(dtype)
+    blocks = model.blocks()
+    if checkpointing:
+        ids = {id(block) for block in blocks}
+        apply_activation_checkpointing(
+            model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in ids
+        )
+    half = precision == "bfloat16" or (precision == "auto" and mesh.device_type == "cuda")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    for block in model.blocks():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The root takes times and positions as they are: rounded to bf16 they would be other times and positions.
+    fully_shard(model, mesh=mesh, mp_policy=replace(policy, cast_forward_inputs=False))
+    model.to_empty(device=mesh.device_type)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model

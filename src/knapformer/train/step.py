@@ -1,0 +1,79 @@
+"""One training step's forward: plan, route, run the model where the tokens are, and weigh the loss by global counts.
+
+Every rank knows the global counts from the plan, so each rank sums its tokens' losses with global weights and the sum
+over ranks is the loss of the whole batch, however it was cut. Modes:
+
+    token     every visual token of the batch counts the same       weight 1 / (visual tokens of the batch)
+    sample    every sample counts the same                          weight 1 / (samples * visual tokens of the sample)
+"""
+
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from knapformer.attention import Layout
+from knapformer.balancer import RoutingStep, SequenceBalancer
+from knapformer.errors import SpecError
+from knapformer.plan import Sequences
+from knapformer.train.batch import HomeBatch
+
+LossMode = Literal["token", "sample"]
+
+
+def flow_loss(
+    model: nn.Module, balancer: SequenceBalancer, batch: HomeBatch, text_table: Tensor, *, mode: LossMode = "token"
+) -> tuple[Tensor, RoutingStep]:
+    """This rank's part of the batch's loss (a sum with global weights), and the step. Collective.
+
+    Args:
+        model: an `MMDiT`.
+        balancer: plans the step.
+        batch: what this rank loaded.
+        text_table: (vocabulary, text channels) features of the text tokens.
+        mode: how tokens are weighted.
+    """
+    step = balancer.plan_routing(batch.seq_lens, text_lens=batch.text_lens)
+    _, noisy, features = step.route(batch.noisy, [batch.target, batch.ids, batch.text])
+    target, ids, text = features or []
+    timestep, pooled = step.deliver(batch.timestep, batch.pooled)
+    layout = step.layout
+    velocity = model(
+        noisy.index_select(0, layout.image_index),
+        text_table.index_select(0, text.index_select(0, layout.text_index).long()),
+        timestep,
+        pooled,
+        ids,
+        layout,
+    )
+    error = (velocity - target.index_select(0, layout.image_index).to(velocity.dtype)).square().mean(dim=1)
+    weight = _token_weights(step, layout, mode).to(error.dtype)
+    return (error * weight).sum(), step
+
+
+def _token_weights(step: RoutingStep, layout: Layout, mode: LossMode) -> Tensor:
+    """(T_img,) weight of each visual token here."""
+    sequences = step.placement.sequences
+    visual = sequences.length - sequences.text_length
+    tokens, samples = _global_counts(sequences, step)
+    if mode == "token":
+        per_sequence = np.full(len(visual), 1 / max(1, tokens))
+    elif mode == "sample":
+        per_sequence = 1 / (max(1, samples) * np.maximum(1, visual))
+    else:
+        raise SpecError(f"unknown loss mode {mode!r}; known modes are 'token' and 'sample'")
+    local = torch.from_numpy(per_sequence[np.asarray(layout.sequence_ids, dtype=np.int64)]).to(layout.image_index.device)
+    return local.index_select(0, layout.sequence_index.index_select(0, layout.image_index))
+
+
+def _global_counts(sequences: Sequences, step: RoutingStep) -> tuple[int, int]:
+    """Visual tokens, and samples with any, of the whole batch: of all balancing groups together."""
+    visual = sequences.length - sequences.text_length
+    counts = torch.tensor([int(visual.sum()), int((visual > 0).sum())], device=step.device)
+    if dist.is_initialized() and step.group.size != dist.get_world_size():
+        dist.all_reduce(counts)  # every group contributes once per rank
+        counts = counts // step.group.size
+    tokens, samples = counts.tolist()
+    return tokens, samples

@@ -1,0 +1,174 @@
+"""The training loop: load, collate, plan, route, forward, backward, update; measure, record, save.
+
+One step takes the same global batch and gives the same loss and gradients on any number of ranks and with any planner.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from knapformer.balancer import SequenceBalancer
+from knapformer.comm import RankGroup, gather_integers
+from knapformer.data import GroupSampler, Manifest
+from knapformer.data.media import load_item
+from knapformer.data.text import VOCAB_SIZE
+from knapformer.models import MMDiT, PackedModel
+from knapformer.plan import Cluster, CostModel, Limits
+from knapformer.train.batch import HomeBatch, collate
+from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from knapformer.train.config import TrainConfig
+from knapformer.train.parallel import make_mesh, shard_model
+from knapformer.train.step import flow_loss
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step measured; the same on every rank.
+
+    Attributes:
+        loss: of the whole batch.
+        seconds: wall time of the slowest rank, from a common start to the end of the update [s].
+        busy_seconds: per rank, time its main thread computed instead of waiting; empty where that is not measured.
+        tokens: of the whole batch.
+        modelled_imbalance: max/mean over ranks of modelled load.
+        split_traffic, routed_fraction: of the placement.
+        plan_seconds: gathering lengths, planning and comparing plans, of the slowest rank [s].
+    """
+
+    loss: float
+    seconds: float
+    busy_seconds: list[float]
+    tokens: int
+    modelled_imbalance: float
+    split_traffic: float
+    routed_fraction: float
+    plan_seconds: float
+
+    @property
+    def measured_imbalance(self) -> float | None:
+        """max/mean over ranks of busy time."""
+        busy = self.busy_seconds
+        return max(busy) * len(busy) / sum(busy) if busy else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a run record."""
+        return {n: getattr(self, n) for n in (*self.__slots__, "measured_imbalance")}
+
+
+class Trainer:
+    """A model, its optimiser, its data and its balancer on this rank. Construction is collective.
+
+    Args:
+        config: the run.
+        manifest: the data set.
+        device: where the model lives.
+    """
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, device: torch.device) -> None:
+        self.config, self.manifest, self.device = config, manifest, device
+        self.sampler = GroupSampler(config.loader_groups(), manifest.ids_by_source(), seed=config.train.seed)
+        shape = config.mmdit()
+        self.model: PackedModel = shard_model(
+            lambda: MMDiT(shape),
+            make_mesh(device.type, config.train.replicas),
+            seed=config.train.seed,
+            checkpointing=config.train.checkpointing,
+            precision=config.train.precision,
+        )
+        optim = config.optim
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay
+        )
+        self.balancer = make_balancer(config, device)
+        generator = torch.Generator().manual_seed(config.train.seed)
+        self.text_table = torch.randn(VOCAB_SIZE, config.model.text_channels, generator=generator).to(device)
+        self._world = RankGroup.of()
+
+    def load(self, step: int) -> HomeBatch:
+        """What this rank loads for a step, collated and on the device."""
+        ids = self.sampler.local(step, self._world.rank, self._world.size)
+        return collate(
+            [load_item(self.manifest[sample], self.config.media_options()) for sample in ids],
+            step=step,
+            seed=self.config.train.seed,
+            channels=self.config.mmdit().in_channels,
+            pooled_channels=self.config.model.pooled_channels,
+            max_text=self.config.data.max_text,
+        ).to(self.device)
+
+    def step(self, batch: HomeBatch) -> StepReport:
+        """Train on one batch. Collective."""
+        config = self.config
+        dist.barrier()
+        self._synchronize()
+        start, busy_start = time.perf_counter(), time.thread_time()
+        loss, step = flow_loss(self.model, self.balancer, batch, self.text_table, mode=config.train.loss)
+        (loss * self._world.size).backward()  # FSDP averages over ranks; the batch's loss is the sum
+        if config.optim.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._synchronize()
+        elapsed, busy = time.perf_counter() - start, time.thread_time() - busy_start
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        mine = np.array([elapsed * 1e9, busy * 1e9, step.plan_seconds * 1e9, sum(batch.seq_lens)])
+        measured = gather_integers(self._world, mine.astype(np.int64))
+        seconds, metrics = measured[:, :3] / 1e9, step.metrics
+        return StepReport(
+            loss=float(total),
+            seconds=float(seconds[:, 0].max()),
+            busy_seconds=seconds[:, 1].tolist() if self.device.type == "cpu" else [],
+            tokens=int(measured[:, 3].sum()),
+            modelled_imbalance=metrics.time_imbalance,
+            split_traffic=metrics.split_traffic,
+            routed_fraction=metrics.routed_fraction,
+            plan_seconds=float(seconds[:, 2].max()),
+        )
+
+    def fit(self) -> Iterator[tuple[int, StepReport]]:
+        """Train to the configured number of steps, resuming and saving as configured; yields each step's report."""
+        run = self.config.train
+        if run.checkpoints and (found := latest_checkpoint(run.checkpoints)):
+            self.restore(found)
+        while self.sampler.step < run.steps:
+            step = self.sampler.advance()
+            report = self.step(self.load(step))
+            if run.checkpoints and (self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)):
+                self.save(run.checkpoints)
+            yield step, report
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint. Collective."""
+        return save_checkpoint(folder, self.model, self.optimizer, self.sampler.state_dict())
+
+    def restore(self, path: str | Path) -> None:
+        """Go on from a checkpoint, written on any number of ranks. Collective."""
+        self.sampler.load_state_dict(load_checkpoint(path, self.model, self.optimizer))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def make_balancer(config: TrainConfig, device: torch.device) -> SequenceBalancer:
+    """The balancer a configuration describes. Collective."""
+    balancer, shape = config.balancer, config.mmdit().cost_shape()
+    cost = CostModel.from_shapes(
+        shape.d_model, shape.num_heads, linear_coeff=shape.linear_coeff, attention_coeff=shape.attention_coeff, gamma=balancer.gamma
+    )
+    return SequenceBalancer(
+        balancer.topology or "auto",
+        cost=cost,
+        planner=balancer.planner,
+        cluster=Cluster(dist.get_world_size(), balancer.ranks_per_node),
+        limits=Limits(balancer.max_tokens_per_rank),
+        kernel=balancer.kernel,
+        device=device,
+    )
