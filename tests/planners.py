@@ -1,6 +1,7 @@
-"""Planners that only tests want: placements that no sensible planner would make, but that must be right all the same."""
+"""Planners that only tests want: placements no sensible planner makes, but that must be right all the same."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,7 +16,9 @@ class RandomPlanner:
     seed: int
     name: str = "random"
 
-    def __call__(self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None) -> Placement:
+    def __call__(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None
+    ) -> Placement:
         rng = np.random.default_rng(self.seed)
         return random_placement(sequences, cluster.world_size, cost.num_heads, rng)
 
@@ -26,7 +29,9 @@ class OneSidedPlanner:
 
     name: str = "one-sided"
 
-    def __call__(self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None) -> Placement:
+    def __call__(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None
+    ) -> Placement:
         ids = np.arange(len(sequences))
         zero, rows = np.zeros_like(ids), sequences.length * cost.num_heads
         last = np.full_like(ids, cluster.world_size - 1)
@@ -46,13 +51,15 @@ class UnevenHeadsPlanner:
 
     name: str = "uneven-heads"
 
-    def __call__(self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None) -> Placement:
+    def __call__(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None
+    ) -> Placement:
         world, tokens, rows = cluster.world_size, [], []
         for seq, length in enumerate(sequences.length.tolist()):
             total = length * cost.num_heads
             cuts = [length * r // world for r in range(world + 1)]
-            tokens += [(seq, (r + seq) % world, a, b) for r, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+            tokens += [(seq, (r + seq) % world, a, b) for r, (a, b) in enumerate(pairwise(cuts))]
             cuts = sorted({0, total // 7, total // 2, total * 5 // 6, total})
-            rows += [(seq, (r + 1) % world, a, b) for r, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))]
+            rows += [(seq, (r + 1) % world, a, b) for r, (a, b) in enumerate(pairwise(cuts))]
         table = [Shards.sorted(*np.array(t, dtype=np.int64).reshape(-1, 4).T) for t in (tokens, rows)]
         return Placement(sequences, world, cost.num_heads, *table, planner=self.name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from knapformer import CostModel, SequenceBalancer
+from knapformer import Cluster, CostModel, Layout, SequenceBalancer
 from tests.planners import OneSidedPlanner, RandomPlanner, UnevenHeadsPlanner
 from tests.ranks import run_ranks
 
@@ -22,12 +22,13 @@ def attention_layer(x, weight, heads, attend):
     return attend(torch.sin(q), k, v).flatten(1)
 
 
-def difference(rank, world_size, spec, heads, mix, dtype, breaks=False):
+def difference(rank, world_size, spec, heads, mix, dtype, breaks=False, options=None):
     lens = LENGTHS[mix][rank]
     width = heads * 4
     generator = torch.Generator().manual_seed(0)
     cost = CostModel.from_shapes(width, heads)
     plan = {"planner": spec} if not isinstance(spec, str) else {"bag_specs": spec}
+    plan |= options or {}
     results = []
     for kwargs in ({"planner": "local"}, plan):
         generator.manual_seed(0)
@@ -61,7 +62,19 @@ def check(world_size, spec, heads, mix, dtype=torch.float64):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     ("world_size", "spec"),
-    [(1, "g1n1"), (2, "g2n1"), (3, "g3n1"), (4, "g1n4"), (4, "g2n2"), (4, "g4n1"), (4, "g1n2+g2n1"), (5, "g5n1"), (6, "g1n2+g4n1"), (8, "g8n1"), (8, "g1n2+g2n1+g4n1")],
+    [
+        (1, "g1n1"),
+        (2, "g2n1"),
+        (3, "g3n1"),
+        (4, "g1n4"),
+        (4, "g2n2"),
+        (4, "g4n1"),
+        (4, "g1n2+g2n1"),
+        (5, "g5n1"),
+        (6, "g1n2+g4n1"),
+        (8, "g8n1"),
+        (8, "g1n2+g2n1+g4n1"),
+    ],
 )
 def test_bags(world_size, spec, dtype):
     check(world_size, spec, 12, "mixed", dtype)
@@ -84,6 +97,31 @@ def test_corner_cases(mix):
     check(4, "g4n1", 4, mix)
     check(4, "g2n1+g1n2", 4, mix)
     check(3, UnevenHeadsPlanner(), 3, mix)
+
+
+@pytest.mark.parametrize("node_sizes", [(2, 2), (1, 3), (1, 1, 2)])
+@pytest.mark.parametrize("spec", ["auto", RandomPlanner(4), UnevenHeadsPlanner()], ids=str)
+def test_nodes(spec, node_sizes):
+    """Split attention stays in a node's group where the placement does, and uses the whole group where it does not."""
+    options = {"cluster": Cluster(4, node_sizes=node_sizes), "verify": False}
+    assert max(run_ranks(4, difference, spec, 6, "mixed", torch.float64, False, options)) <= 1e-12
+
+
+def on_a_part_of_the_world(rank, world_size):
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3, 4])]
+    group = groups[0] if rank in (0, 2) else groups[1]
+    step = SequenceBalancer(planner=UnevenHeadsPlanner(), group=group).plan_routing([5 + rank, 3])
+    q = torch.randn(8 + rank, 5, 4, dtype=torch.float64)
+    _, x, _ = step.route(q)
+    home = Layout.local([5 + rank, 3]).attend(q, q, q)
+    _, back, _ = step.reverse_route(step.layout.attend(x, x, x))
+    return step.placement.world_size, float((home - back).abs().max())
+
+
+def test_a_group_that_is_a_part_of_the_world():
+    results = run_ranks(5, on_a_part_of_the_world)
+    assert [world for world, _ in results] == [2, 3, 2, 3, 3]
+    assert max(error for _, error in results) <= 1e-12
 
 
 def test_the_comparison_can_fail():

@@ -1,8 +1,11 @@
 """Code written the original's way runs unchanged and gives the unbalanced result and gradients.
 
-The script below is what users of the original write: construct with a bag spec and gamma, plan, route hidden states with
-fp32 and integer features, blocks with pre_attn, a variable-length attention and post_attn, route back.
+The script below is what users of the original write: construct with a bag spec and gamma, plan, route hidden states
+with fp32 and integer features, blocks with pre_attn, a variable-length attention and post_attn, route back.
 """
+
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import knapformer
 from knapformer import SequenceBalancer
+from knapformer.attention import current
 from tests.ranks import run_ranks
 
 LENGTHS = [[13, 64, 5], [40], [], [9, 9], [128], [7, 1], [30], [3, 3, 3]]
@@ -174,9 +178,10 @@ def test_pre_attn_says_where_it_does_not_apply():
         assert "6 heads do not divide by the bag size 4" in str(error)
 
 
-def contextual(rank, world_size, reentrant):
+def contextual(rank, world_size, reentrant, breaks=False):
     """`knapformer.attend` inside `with step:`; the recomputation happens while another step is active."""
     results = []
+    newest = mock.patch.object(current, "_step_of_graph", lambda node: current._active.get()[-1])
     weight = torch.randn(12, 36, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
 
     def layer(x):
@@ -194,7 +199,7 @@ def contextual(rank, world_size, reentrant):
             for _ in range(3):
                 x = checkpoint(layer, x, use_reentrant=reentrant) if remat else layer(x)
             _, x, _ = step.reverse_route(x)
-        with balancer.plan_routing([4, 4], 12):
+        with balancer.plan_routing([4, 4], 12), newest if breaks else nullcontext():
             (x * torch.arange(x.numel(), dtype=x.dtype).view_as(x).sin()).sum().backward()
         grad = weight.grad.clone()
         torch.distributed.all_reduce(grad)
@@ -205,6 +210,11 @@ def contextual(rank, world_size, reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_step_travels_with_its_graph(reentrant):
     assert max(run_ranks(2, contextual, reentrant)) <= 1e-11
+
+
+def test_taking_the_newest_step_instead_is_noticed():
+    errors = run_ranks(2, contextual, False, True, expect_errors=True)
+    assert all("for the 8 packed tokens of this rank" in str(error) for error in errors)
 
 
 def outside(rank, world_size):

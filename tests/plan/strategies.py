@@ -1,5 +1,7 @@
 """Hypothesis strategies and builders shared by the planning tests."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -7,7 +9,9 @@ from knapformer.plan import Placement, Sequences, Shards
 
 
 @st.composite
-def sequences(draw: st.DrawFn, max_world: int = 9, max_length: int = 60, max_per_rank: int = 4) -> tuple[Sequences, int]:
+def sequences(
+    draw: st.DrawFn, max_world: int = 9, max_length: int = 60, max_per_rank: int = 4
+) -> tuple[Sequences, int]:
     """Sequences of a step and its world size; ranks may have none."""
     world = draw(st.integers(1, max_world))
     lens = [draw(st.lists(st.integers(1, max_length), max_size=max_per_rank)) for _ in range(world)]
@@ -29,7 +33,7 @@ def random_placement(seqs: Sequences, world: int, heads: int, rng: np.random.Gen
         rows = []
         for seq, total in enumerate(totals.tolist()):
             cuts = sorted({0, total, *rng.integers(0, total + 1, size=rng.integers(0, 4)).tolist()})
-            rows += [(seq, int(rng.integers(world)), a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+            rows += [(seq, int(rng.integers(world)), a, b) for a, b in pairwise(cuts)]
         return Shards.sorted(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
     return Placement(seqs, world, heads, table(seqs.length), table(seqs.length * heads), "random").validate()

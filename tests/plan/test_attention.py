@@ -41,9 +41,7 @@ def by_placement(placement: Placement, qkv: list[np.ndarray], *, broken: bool = 
     c = tables[0].head_group
     assert all(t.head_group == c for t in tables)
     whole = [len(routed[0][r]) - tables[r].num_split_tokens for r in range(world)]
-    rows = [
-        np.concatenate([routed[i][r][whole[r] :].reshape(-1, c, HEAD_DIM) for i in range(3)]) for r in range(world)
-    ]
+    rows = [np.concatenate([routed[i][r][whole[r] :].reshape(-1, c, HEAD_DIM) for i in range(3)]) for r in range(world)]
     segments = apply([t.qkv for t in tables], rows)
     outputs = []
     for table, buffer in zip(tables, segments, strict=True):
@@ -105,7 +103,9 @@ def test_neighbouring_heads_travel_together_where_cuts_allow() -> None:
     seqs = Sequences.from_ranks([[16], [8], [4], [4]])
 
     def group(spec: str, heads: int) -> int:
-        return head_group(make_planner("bags", spec)(seqs, Cluster(4), replace(CostModel.from_shapes(64, 4), num_heads=heads)))
+        return head_group(
+            make_planner("bags", spec)(seqs, Cluster(4), replace(CostModel.from_shapes(64, 4), num_heads=heads))
+        )
 
     assert group("g4n1", 24) == 6
     assert group("g2n2", 24) == 12

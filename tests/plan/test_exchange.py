@@ -79,7 +79,12 @@ def test_a_lost_token_is_noticed() -> None:
         bad.validate()
     with pytest.raises(AssertionError):
         names = token_names(bad)
-        assert all(np.array_equal(a, b) for a, b in zip(names, apply([t.inverse() for t in route(bad, names)[0]], route(bad, names)[1]), strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(
+                names, apply([t.inverse() for t in route(bad, names)[0]], route(bad, names)[1]), strict=True
+            )
+        )
 
 
 @given(placements())
@@ -126,7 +131,12 @@ def test_a_wrong_order_is_noticed(placement: Placement) -> None:
         swapped = table.recv_index.copy()
         swapped[[0, 1]] = swapped[[1, 0]]
         broken = Exchange(
-            table.send_index, swapped, table.input_split_sizes, table.output_split_sizes, table.num_source_rows, table.num_target_rows
+            table.send_index,
+            swapped,
+            table.input_split_sizes,
+            table.output_split_sizes,
+            table.num_source_rows,
+            table.num_target_rows,
         )
         routed = apply([*tables[:rank], broken, *tables[rank + 1 :]], token_names(placement))
         assert not np.array_equal(routed[rank], expected_tokens(placement, rank))

@@ -167,7 +167,9 @@ def test_heads(heads):
     check(3, UnevenHeadsPlanner(), heads=heads, fsdp=True)
 
 
-@pytest.mark.parametrize("planner", [RandomPlanner(0), RandomPlanner(7), UnevenHeadsPlanner(), OneSidedPlanner()], ids=str)
+@pytest.mark.parametrize(
+    "planner", [RandomPlanner(0), RandomPlanner(7), UnevenHeadsPlanner(), OneSidedPlanner()], ids=str
+)
 def test_hand_written_placements(planner):
     check(3, planner, heads=5, kind="dit")
     check(4, planner, heads=7, fsdp=True, checkpointing=True, plan_next=True)

@@ -1,4 +1,4 @@
-"""Attention for any placement: kernels behind one signature, the exchange of split sequences, and the layout models see."""
+"""Attention for any placement: kernels behind one signature, the exchange of split sequences, what models see."""
 
 from knapformer.attention.current import attend
 from knapformer.attention.kernels import KERNELS, Kernel, Segments, choose_kernel, register_kernel

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from knapformer.attention.layout import Layout
 from knapformer.errors import PlanError
 
 
 class HasLayout(Protocol):
     """A step, as far as attention needs to know it."""
 
-    @property
-    def layout(self) -> Layout: ...
+    layout: Any  # a Layout; the steps make theirs when it is first asked for
 
 
 _active: ContextVar[tuple[HasLayout, ...]] = ContextVar("knapformer_active_steps", default=())
@@ -69,8 +67,8 @@ class _Mark(Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *grads
 
 
 def _step_of_graph(node: Any) -> HasLayout:

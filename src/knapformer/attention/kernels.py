@@ -141,6 +141,7 @@ def choose_kernel(name: str | None, device: torch.device, dtype: torch.dtype) ->
         raise SpecError(f"unknown attention kernel {name!r}; known kernels are {', '.join(sorted(KERNELS))}")
     if name == "varlen" and not half_on_cuda:
         raise BackendUnavailableError(
-            f"attention kernel 'varlen' needs fp16 or bf16 on CUDA, got {dtype} on {device.type}; use kernel='sdpa_loop' or None"
+            f"attention kernel 'varlen' needs fp16 or bf16 on CUDA, got {dtype} on {device.type}; "
+            "use kernel='sdpa_loop' or None"
         )
     return KERNELS[name]

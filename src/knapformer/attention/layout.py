@@ -142,8 +142,8 @@ class Layout:
         """
         if not q_THK.shape == k_THK.shape == v_THK.shape or q_THK.ndim != 3 or len(q_THK) != self.num_tokens:
             raise PlanError(
-                f"attend takes q, k and v of one shape (tokens, heads, head_dim) for the {self.num_tokens} packed tokens of "
-                f"this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
+                f"attend takes q, k and v of one shape (tokens, heads, head_dim) for the {self.num_tokens} packed "
+                f"tokens of this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
             )
         kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype)
         if self._split_attention is None:

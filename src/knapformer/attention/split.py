@@ -53,4 +53,3 @@ class SplitAttention:
         """(rows, head_group, K) outputs of this rank's segments -> (T, H, K) outputs of this rank's split tokens."""
         (rows,) = exchange([o], self.out, self.group)
         return rows.reshape(len(rows) * self.head_group // num_heads, num_heads, rows.shape[2])
-

@@ -30,8 +30,8 @@ class SequenceBalancer(OriginalSurface):
     Args:
         bag_specs: "auto" for the default planner, or a bag spec such as "g1n8+g2n4" for the paper's bags. A spec that
             covers fewer ranks than the group repeats: each balancing group is balanced on its own.
-        gamma: time of an attention FLOP over that of a token-wise FLOP, where no `cost` is given. Default 1.0 with bags, as
-            published, and 1.25 otherwise.
+        gamma: time of an attention FLOP over that of a token-wise FLOP, where no `cost` is given. Default 1.0 with
+            bags, as published, and 1.25 otherwise.
         cost: prices; default from `gamma` and the token width given to `plan_routing`.
         cluster: nodes and links of the group's ranks; default one node.
         group: process group to balance over; default the whole world. Without torch.distributed: this process alone.
@@ -81,7 +81,7 @@ class SequenceBalancer(OriginalSurface):
         self._kernel, self._verify = kernel, verify
         if cluster is not None and cluster.world_size != base.size:
             raise SpecError(
-                f"the cluster has {cluster.world_size} ranks but the process group {base.size}; describe the group's ranks"
+                f"the cluster has {cluster.world_size} ranks, the process group {base.size}; describe the group's ranks"
             )
         cluster = cluster or Cluster(base.size)
         self._group, self._cluster, part_sizes = base, cluster, list(cluster.node_sizes)
@@ -106,7 +106,7 @@ class SequenceBalancer(OriginalSurface):
         """Plan one step. Collective over the balancing group.
 
         Args:
-            seq_lens: tokens of each of this rank's sequences, text included where it is part of the sequence; may be empty.
+            seq_lens: tokens of each of this rank's sequences, text included where it is part of them; may be empty.
             token_dim: width of a token, for prices from shapes; not needed with a `cost`.
             text_lens: leading text tokens of each sequence, for models with separate text weights; default none.
 
@@ -142,7 +142,9 @@ class SequenceBalancer(OriginalSurface):
             return self._cost
         bags = isinstance(self._planner, BagsPlanner)
         gamma = self._gamma if self._gamma is not None else (1.0 if bags else 1.25)
-        cost = CostModel.from_shapes(gamma=gamma) if token_dim is None else CostModel.from_shapes(token_dim, gamma=gamma)
+        cost = (
+            CostModel.from_shapes(gamma=gamma) if token_dim is None else CostModel.from_shapes(token_dim, gamma=gamma)
+        )
         return self._planner.with_default_heads(cost) if isinstance(self._planner, BagsPlanner) else cost
 
     @property

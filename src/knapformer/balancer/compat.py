@@ -2,12 +2,12 @@
 
     balancer.plan_routing(seq_lens, token_dim)
     chunk_lens, x, features = balancer.route(x, features)
-    full_seq_lens, q, k, v = balancer.pre_attn(q, k, v)      (tokens here, H, d) -> (full sequences of the bag, H / g, d)
-    chunk_lens, o = balancer.post_attn(o)                    and back
+    full_seq_lens, q, k, v = balancer.pre_attn(q, k, v)    (tokens here, H, d) -> (full sequences, H / g, d)
+    chunk_lens, o = balancer.post_attn(o)                  and back
     seq_lens, y, features = balancer.reverse_route(y, features)
 
-All calls act on the latest step; inside a backward pass, on the step of that graph. `pre_attn` and `post_attn` exist for
-bag topologies; new code calls `layout.attend` or `knapformer.attend`, which take any placement and number of heads.
+All calls act on the latest step; inside a backward pass, on the step of that graph. `pre_attn` and `post_attn` exist
+for bag topologies; new code calls `layout.attend` or `knapformer.attend`: any placement, any number of heads.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,9 @@ class OriginalSurface:
             summary["gpu_id2bag_id"] = {gpu: bag for bag, gpus in enumerate(bags) for gpu in gpus}
         return summary
 
-    def route(self, x: Tensor, features: Sequence[Tensor] | None = None) -> tuple[list[int], Tensor, list[Tensor] | None]:
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None
+    ) -> tuple[list[int], Tensor, list[Tensor] | None]:
         """`RoutingStep.route` of the latest step."""
         return self._step().route(x, features)
 
@@ -91,7 +93,8 @@ class OriginalSurface:
         split = self._bag_attention(step, num_heads)
         bag_heads = num_heads // len(step.attention_ranks)
         if split is None:  # a bag of one rank, or a bag without sequences
-            return _int32(step.layout.seq_lens, q_THK), *(mark(x[:, :bag_heads], step) for x in (q_THK, k_THK, v_THK))
+            q, k, v = (x[:, :bag_heads] for x in (q_THK, k_THK, v_THK))
+            return _int32(step.layout.seq_lens, q), mark(q, step), mark(k, step), mark(v, step)
         q, k, v = (
             x.reshape(x.shape[0] * split.head_group // bag_heads, bag_heads, x.shape[2])
             for x in split.send(q_THK, k_THK, v_THK)
@@ -119,8 +122,8 @@ class OriginalSurface:
         for size, _ in self._planner.spec.terms:
             if num_heads % size:
                 raise SpecError(
-                    f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads do not "
-                    f"divide by the bag size {size} of '{self._planner.spec}'; call layout.attend, which takes any number"
+                    f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads do "
+                    f"not divide by the bag size {size} of '{self._planner.spec}'; call layout.attend instead"
                 )
         return step.bag_attention(num_heads)
 

@@ -77,7 +77,9 @@ class RoutingStep:
         """Modelled loads, imbalances and traffic of the placement."""
         return measure(self.placement, self.cluster, self.cost)
 
-    def route(self, x: Tensor, features: Sequence[Tensor] | None = None) -> tuple[list[int], Tensor, list[Tensor] | None]:
+    def route(
+        self, x: Tensor, features: Sequence[Tensor] | None = None
+    ) -> tuple[list[int], Tensor, list[Tensor] | None]:
         """Move this rank's tokens to where the placement wants them.
 
         Args:
@@ -103,7 +105,7 @@ class RoutingStep:
         return lengths, tensors[0], tensors[1:] if features is not None else None
 
     def deliver(self, *vectors: Tensor) -> tuple[Tensor, ...]:
-        """Give per-sequence rows (timesteps, pooled text, modulations) to exactly the ranks with tokens of the sequence.
+        """Give per-sequence rows (timesteps, pooled text) to exactly the ranks that have tokens of the sequence.
 
         Args:
             vectors: (sequences at home, ...) each, of any dtype.
@@ -119,7 +121,9 @@ class RoutingStep:
         activate(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         deactivate()
 
     # -- tables of this rank, made when first used ----------------------------------------------------------------
@@ -167,7 +171,9 @@ class RoutingStep:
         """Split attention whose rows lie (token, head), for `pre_attn`; None if no sequence of the bag is split."""
         return self._split_attention(num_heads, token_major=True) if self._shares_attention else None
 
-    def _move(self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]) -> list[Tensor]:
+    def _move(
+        self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]
+    ) -> list[Tensor]:
         differentiable = self._agree(verb, tensors, rows_of(self.placement.world_size)) if self.verify else None
         moved = exchange(tensors, table, self.group, differentiable=differentiable)
         return [mark(tensor, self) for tensor in moved]
@@ -184,7 +190,7 @@ class RoutingStep:
             self.group,
             table,
             ["the call (route, reverse_route, deliver)", "dtypes or trailing shapes of the tensors", "the step's plan"],
-            "make the same calls in the same order on every rank, with tensors that differ only in their number of rows",
+            "make the same calls in the same order on every rank; tensors may differ in their number of rows only",
         )
         for rank, got, expected in zip(self.group.ranks, table[:, 4].tolist(), expected_rows.tolist(), strict=True):
             if got != expected:

@@ -19,8 +19,7 @@ from rich.table import Table
 from knapformer.cli.launch import run_on_ranks
 from knapformer.cli.train import progress_bar
 from knapformer.data import build_demo, demo_loader_groups, demo_media_options, read_manifest
-from knapformer.report import Comparison, RecordWriter, compare_runs, read_records
-from knapformer.report.compare import draw_comparison
+from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
 from knapformer.train import TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, RunConfig
 
@@ -59,13 +58,18 @@ def demo(
     record.unlink(missing_ok=True)
     config = demo_config(out / "data" / "manifest.jsonl", steps)
     balanced = BalancerConfig(planner=planner or ("bags" if topology else "balanced"), topology=topology)
-    console.print(f"training on real images and clips: {ranks} CPU ranks, {steps} steps, each unbalanced and then balanced")
+    console.print(f"training on real images and clips: {ranks} CPU ranks, {steps} steps, unbalanced and balanced")
     start = time.perf_counter()
     run_on_ranks(_train_both, (config, balanced, record, as_json), ranks=ranks, device_type="cpu")
     runs = read_records(record)
     comparison = compare_runs(runs[UNBALANCED], runs[BALANCED])
     figure = draw_comparison(runs[UNBALANCED], runs[BALANCED], out / "comparison.png")
-    result = {**comparison.to_json(), "record": str(record), "figure": str(figure), "seconds": time.perf_counter() - start}
+    result = {
+        **comparison.to_json(),
+        "record": str(record),
+        "figure": str(figure),
+        "seconds": time.perf_counter() - start,
+    }
     if as_json:
         print(json.dumps(result))
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from knapformer.errors import SpecError
 
@@ -37,7 +37,7 @@ def run_on_ranks(function: Callable[..., None], arguments: tuple[Any, ...], *, r
         raise SpecError(f"{ranks} ranks need as many CUDA devices, this machine has {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory(prefix="knapformer-") as folder:
         store = str(Path(folder) / "store")
-        mp.start_processes(
+        start_processes(
             _rank, args=(ranks, store, device_type, function, arguments), nprocs=ranks, start_method="spawn"
         )
 

@@ -10,7 +10,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("cyclopts", "rich"):
             raise
-        sys.exit(f"the command line needs {error.name}, which is not installed; install it with: pip install 'knapformer[cli]'")
+        sys.exit(
+            f"the command line needs {error.name}, which is missing; install it with: pip install 'knapformer[cli]'"
+        )
     sys.exit(run(sys.argv[1:]))
 
 

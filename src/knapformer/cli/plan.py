@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -9,8 +10,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.data import Trace, load_workload
+from knapformer.data import Trace, TraceStep, load_workload
 from knapformer.plan import Cluster, CostModel, Limits, Metrics, Sequences, make_planner, measure
+from knapformer.report import draw_loads
 
 FIGURES = (
     "time_imbalance",
@@ -37,6 +39,7 @@ def plan(
     steps: int | None = None,
     seed: int = 0,
     max_tokens_per_rank: int | None = None,
+    figure: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Plan a workload's steps and print imbalance, traffic and planning time, before and after.
@@ -65,19 +68,24 @@ def plan(
         For generated lengths.
     max_tokens_per_rank
         Hard limit from memory.
+    figure
+        Draw the loads of the first step, before and after, into this file (PNG, SVG or PDF).
     as_json
         Print one JSON object and nothing else.
     """
     trace = load_workload(workload, world_size=ranks, num_steps=steps, seed=seed)
+    name = planner or ("bags" if topology else "balanced")
     result = plan_trace(
         trace,
-        planner or ("bags" if topology else "balanced"),
+        name,
         topology,
         gamma=gamma,
         steps=steps,
         ranks_per_node=ranks_per_node,
         limits=Limits(max_tokens_per_rank),
     )
+    if figure is not None:
+        draw_first_step(trace, name, topology, figure, gamma=gamma, ranks_per_node=ranks_per_node)
     if as_json:
         print(json.dumps(result))
     else:
@@ -96,14 +104,12 @@ def plan_trace(
 ) -> dict[str, Any]:
     """Plan every step of a trace; the object `knapformer plan --json` prints."""
     plan_one, plan_none = make_planner(planner, topology), make_planner("local")
-    cluster = Cluster(trace.world_size, ranks_per_node or trace.meta.get("ranks_per_node"))
-    cost = CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
+    cluster, cost = _cluster_and_cost(trace, gamma, ranks_per_node)
     before: list[Metrics] = []
     after: list[Metrics] = []
     seconds: list[float] = []
     for step in trace.steps[:steps]:
-        joint = trace.meta.get("text", "joint") == "joint"
-        sequences = Sequences.from_ranks(step.seq_lens, step.text_lens if joint else None)
+        sequences = _sequences(trace, step)
         start = time.perf_counter()
         placement = plan_one(sequences, cluster, cost, limits or Limits())
         seconds.append(time.perf_counter() - start)
@@ -121,6 +127,28 @@ def plan_trace(
     }
 
 
+def draw_first_step(
+    trace: Trace, planner: str, topology: str | None, path: Path, *, gamma: float, ranks_per_node: int | None = None
+) -> None:
+    """The loads of a trace's first step at home and planned, as a picture."""
+    cluster, cost = _cluster_and_cost(trace, gamma, ranks_per_node)
+    sequences = _sequences(trace, trace.steps[0])
+    before, after = (
+        make(sequences, cluster, cost, Limits()) for make in (make_planner("local"), make_planner(planner, topology))
+    )
+    draw_loads(before, after, cluster, cost, path, title=f"{trace.name}, step 0, {trace.world_size} ranks")
+
+
+def _cluster_and_cost(trace: Trace, gamma: float, ranks_per_node: int | None) -> tuple[Cluster, CostModel]:
+    cluster = Cluster(trace.world_size, ranks_per_node or trace.meta.get("ranks_per_node"))
+    return cluster, CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
+
+
+def _sequences(trace: Trace, step: TraceStep) -> Sequences:
+    joint = trace.meta.get("text", "joint") == "joint"
+    return Sequences.from_ranks(step.seq_lens, step.text_lens if joint else None)
+
+
 def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:
     columns = {name: [getattr(m, name) for m in metrics] for name in FIGURES}
     return {name: {"mean": float(np.mean(values)), "max": float(np.max(values))} for name, values in columns.items()}
@@ -129,8 +157,8 @@ def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:
 def _print(result: dict[str, Any]) -> None:
     topology = f" {result['topology']}" if result["topology"] else ""
     table = Table(
-        title=f"{result['workload']}: {result['ranks']} ranks, planner {result['planner']}{topology}, {result['steps']} steps",
-        caption="mean over the steps (worst step)",
+        title=f"{result['workload']}: {result['ranks']} ranks, planner {result['planner']}{topology}",
+        caption=f"mean over {result['steps']} steps (worst step)",
     )
     table.add_column("")
     table.add_column("at home", justify="right")
@@ -141,4 +169,6 @@ def _print(result: dict[str, Any]) -> None:
     seconds = result["plan_seconds"]
     console = Console()
     console.print(table)
-    console.print(f"planning takes {seconds['median'] * 1e3:.2f} ms a step (99th percentile {seconds['p99'] * 1e3:.2f} ms)")
+    console.print(
+        f"planning takes {seconds['median'] * 1e3:.2f} ms a step (99th percentile {seconds['p99'] * 1e3:.2f} ms)"
+    )

@@ -50,7 +50,9 @@ def _train(device: torch.device, config: TrainConfig) -> None:
     trainer = Trainer(config, read_manifest(config.data.manifest), device)
     writer = None
     if dist.get_rank() == 0:
-        writer = RecordWriter(config.train.record, "train", config.to_json(), f"{device.type} x {dist.get_world_size()}")
+        writer = RecordWriter(
+            config.train.record, "train", config.to_json(), f"{device.type} x {dist.get_world_size()}"
+        )
     with progress_bar() as progress:
         task = progress.add_task("training", total=config.train.steps, status="")
         for step, report in trainer.fit():

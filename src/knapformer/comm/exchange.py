@@ -87,7 +87,9 @@ def exchange(
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, table: DeviceExchange, group: RankGroup, wanted: list[bool], anchor: Any, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, table: DeviceExchange, group: RankGroup, wanted: list[bool], anchor: Any, *tensors: Tensor
+    ) -> Any:
         ctx.table, ctx.group, ctx.wanted = table, group, wanted
         like = [(t.dtype, t.shape[1:]) for t in tensors]
         ctx.like = [one for one, join in zip(like, wanted, strict=True) if join]
@@ -132,7 +134,9 @@ def _unpack(rows: Tensor, like: list[tuple[torch.dtype, torch.Size]], index: Ten
     widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
     parts = rows.split(widths, dim=1) if len(like) > 1 else [rows]
     if len(like) > 1 and index is None:
-        parts = [p.clone(memory_format=torch.contiguous_format) for p in parts]  # a view could lie unaligned for its dtype
+        parts = [
+            p.clone(memory_format=torch.contiguous_format) for p in parts
+        ]  # a view could lie unaligned for its dtype
     parts = [_select(p, index) for p in parts]
     return [p.flatten().view(dtype).view(len(p), *shape) for p, (dtype, shape) in zip(parts, like, strict=True)]
 

@@ -68,7 +68,9 @@ def check_equal(group: RankGroup, table: np.ndarray, names: Sequence[str], advic
     rows = [tuple(row) for row in table[:, : len(names)].tolist()]
     usual = Counter(rows).most_common(1)[0][0]  # of equally common ones, the lowest rank's
     odd = [rank for rank, row in zip(group.ranks, rows, strict=True) if row != usual]
-    raise RankMismatchError(f"ranks disagree on {' and '.join(differs)}: not as the others: {_name_ranks(odd)}; {advice}")
+    raise RankMismatchError(
+        f"ranks disagree on {' and '.join(differs)}: not as the others: {_name_ranks(odd)}; {advice}"
+    )
 
 
 def stable_digest(*parts: object) -> int:

@@ -34,12 +34,16 @@ class RankGroup:
         """Wrap a torch process group; None is the default group, or a single process without torch.distributed."""
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
-                raise SpecError("a process group was given but torch.distributed is not initialised; call init_process_group")
+                raise SpecError(
+                    "a process group was given but torch.distributed is not initialised; call init_process_group"
+                )
             return cls(None, 0, (0,))
         handle = dist.group.WORLD if group is None else group
         rank = dist.get_rank(handle)
         if rank < 0:
-            raise SpecError("this process is not a member of the group given to the balancer; pass a group it belongs to")
+            raise SpecError(
+                "this process is not a member of the group given to the balancer; pass a group it belongs to"
+            )
         return cls(handle, rank, tuple(dist.get_process_group_ranks(handle)))  # type: ignore[arg-type]
 
     @property

@@ -1,7 +1,7 @@
 """The pure core: lengths in, placement out. NumPy and integers only, no torch, no clock, no communication.
 
 Reading order: `sequences` (what there is), `cluster` and `cost` (where it may go and what it costs), `placement`
-(where it goes), `planners` (who decides), `exchange` and `attention` (who sends what to whom), `metrics` (how good it is).
+(where it goes), `planners` (who decides), `exchange` and `attention` (who sends what to whom), `metrics`.
 """
 
 from knapformer.plan.attention import AttentionExchange, attention_exchange

@@ -97,7 +97,9 @@ def attention_exchange(placement: Placement, rank: int, *, token_major: bool = F
     pair_first = shards.start[pair_shard] // length[shards.seq[pair_shard]]
     pair_heads = (shards.stop[pair_shard] - 1) // length[shards.seq[pair_shard]] + 1 - pair_first
     move_head = np.arange(int(pair_heads.sum())) - np.repeat(exclusive_cumsum(pair_heads) - pair_first, pair_heads)
-    segment = np.repeat(first_segment[pair_shard] - pair_first, pair_heads) + move_head  # of this rank where it receives
+    segment = (
+        np.repeat(first_segment[pair_shard] - pair_first, pair_heads) + move_head
+    )  # of this rank where it receives
     move_shard, move_token = np.repeat(pair_shard, pair_heads), np.repeat(pair_token, pair_heads)
 
     first_query, num_queries = _queries(placement, move_shard, move_head)
@@ -124,7 +126,13 @@ def attention_exchange(placement: Placement, rank: int, *, token_major: bool = F
         stride,
     )
     k = Moves(
-        source_rank, source, target_rank, k_start + tokens.start[move_token] * stride, tokens.count[move_token], heads, stride
+        source_rank,
+        source,
+        target_rank,
+        k_start + tokens.start[move_token] * stride,
+        tokens.count[move_token],
+        heads,
+        stride,
     )
     rows, num_q, num_k = num_split * heads, int(q_lens.sum()), int(k_lens.sum())
     if token_major:

@@ -34,7 +34,9 @@ class BagSpec:
         for size in sizes:
             if sizes.count(size) > 1:
                 total = sum(count for other, count in ordered if other == size)
-                raise SpecError(f"bag spec names bags of size {size} more than once; write them as one term 'g{size}n{total}'")
+                raise SpecError(
+                    f"bag spec names bags of size {size} more than once; write them as one term 'g{size}n{total}'"
+                )
         object.__setattr__(self, "terms", ordered)
 
     @classmethod
@@ -53,7 +55,9 @@ class BagSpec:
                 )
             size, count = int(match[1]), int(match[2])
             if size < 1 or count < 1:
-                raise SpecError(f"bag spec {text!r}: {match[0]!r} at column {at + 1}: size and count must be at least 1")
+                raise SpecError(
+                    f"bag spec {text!r}: {match[0]!r} at column {at + 1}: size and count must be at least 1"
+                )
             if any(size == other for other, _ in terms):
                 raise SpecError(
                     f"bag spec {text!r}: bags of size {size} again at column {at + 1}; write each size once, e.g. "

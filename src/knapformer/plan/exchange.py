@@ -43,8 +43,8 @@ class Exchange:
         """The way back. Raises `PlanInvariantError` if a source row is sent to several ranks or to none."""
         if not self.is_bijective:
             raise PlanInvariantError(
-                f"this exchange sends {len(self.send_index)} of {self.num_source_rows} source rows, some more than once "
-                "or never, so it has an adjoint but no inverse"
+                f"this exchange sends {len(self.send_index)} rows of {self.num_source_rows} source rows, some more than "
+                "once or never, so it has an adjoint but no inverse"
             )
         return Exchange(
             self.recv_index,
@@ -60,7 +60,7 @@ class Exchange:
         splits = self.input_split_sizes, self.output_split_sizes
         inside = [sizes[ranks.start : ranks.stop] for sizes in splits]
         if any(part.sum() != sizes.sum() for part, sizes in zip(inside, splits, strict=True)):
-            raise PlanInvariantError(f"an exchange within ranks {ranks.start} to {ranks.stop - 1} reaches ranks outside them")
+            raise PlanInvariantError(f"an exchange within ranks {ranks.start} to {ranks.stop - 1} reaches others")
         return replace(self, input_split_sizes=inside[0], output_split_sizes=inside[1])
 
     @property
@@ -151,7 +151,7 @@ def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[n
             count = int(other.input_split_sizes[rank])
             if count != int(exchange.output_split_sizes[source]):
                 raise PlanInvariantError(
-                    f"rank {source} sends {count} rows to rank {rank}, which expects {int(exchange.output_split_sizes[source])}"
+                    f"rank {source} sends {count} rows to rank {rank}, not {int(exchange.output_split_sizes[source])}"
                 )
             if count:
                 parts.append(sent[source][starts[source][rank] : starts[source][rank] + count])

@@ -110,7 +110,14 @@ class Placement:
 
     @classmethod
     def whole(
-        cls, sequences: Sequences, rank: Int64Array, *, world_size: int, num_heads: int, planner: str, skip_reason: str = ""
+        cls,
+        sequences: Sequences,
+        rank: Int64Array,
+        *,
+        world_size: int,
+        num_heads: int,
+        planner: str,
+        skip_reason: str = "",
     ) -> Self:
         """Every sequence whole on the rank given for it."""
         ids = np.arange(len(sequences))
@@ -140,17 +147,21 @@ class Placement:
                 raise PlanInvariantError(f"{name} shards name ranks outside 0 to {self.world_size - 1}")
             missing = np.bincount(shards.seq, minlength=len(length)) == 0
             if missing.any():
-                raise PlanInvariantError(f"sequence {int(np.argmax(missing))} has no {name} shard; its tokens would be lost")
+                raise PlanInvariantError(
+                    f"sequence {int(np.argmax(missing))} has no {name} shard; its tokens would be lost"
+                )
             first = np.diff(shards.seq, prepend=-1) != 0
             expected = np.where(first, 0, np.roll(shards.stop, 1))
             last = np.roll(first, -1)
-            bad = (shards.start != expected) | (shards.stop <= shards.start) | (last & (shards.stop != total[shards.seq]))
+            bad = (
+                (shards.start != expected) | (shards.stop <= shards.start) | (last & (shards.stop != total[shards.seq]))
+            )
             if bad.any():
                 at = int(np.argmax(bad))
+                seq, start, stop = int(shards.seq[at]), int(shards.start[at]), int(shards.stop[at])
                 raise PlanInvariantError(
-                    f"{name} shards of sequence {int(shards.seq[at])} do not partition [0, {int(total[shards.seq[at]])}): "
-                    f"range [{int(shards.start[at])}, {int(shards.stop[at])}) on rank {int(shards.rank[at])} should start at "
-                    f"{int(expected[at])}"
+                    f"{name} shards of sequence {seq} do not partition [0, {int(total[seq])}): range [{start}, {stop}) "
+                    f"on rank {int(shards.rank[at])} should start at {int(expected[at])}"
                 )
             if np.any(~first[1:] & (np.diff(shards.rank) == 0)):
                 raise PlanInvariantError(f"neighbouring {name} shards lie on one rank; build tables with Shards.sorted")
@@ -242,7 +253,13 @@ class Placement:
                 for name in ("token_shards", "attention_shards")
             ]
             placement = cls(
-                sequences, data["world_size"], data["num_heads"], *tables, data["planner"], data.get("skip_reason", "")
+                sequences,
+                data["world_size"],
+                data["num_heads"],
+                token_shards=tables[0],
+                attention_shards=tables[1],
+                planner=data["planner"],
+                skip_reason=data.get("skip_reason", ""),
             )
         except (KeyError, TypeError) as error:
             raise PlanError(f"placement JSON is incomplete: {error!r}") from error

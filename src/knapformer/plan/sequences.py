@@ -60,14 +60,20 @@ class Sequences:
 
     @classmethod
     def from_ranks(
-        cls, seq_lens: Sequence[Sequence[int] | Int64Array], text_lens: Sequence[Sequence[int] | Int64Array] | None = None
+        cls,
+        seq_lens: Sequence[Sequence[int] | Int64Array],
+        text_lens: Sequence[Sequence[int] | Int64Array] | None = None,
     ) -> Self:
         """Build from one list of lengths per rank (and, for joint sequences, one list of text lengths per rank)."""
         counts = [len(lens) for lens in seq_lens]
         if text_lens is not None and [len(lens) for lens in text_lens] != counts:
             raise PlanError(f"text_lens must match seq_lens rank by rank; seq_lens has {counts} sequences per rank")
         length = column([int(x) for lens in seq_lens for x in lens], "length")
-        text = np.zeros_like(length) if text_lens is None else column([int(x) for t in text_lens for x in t], "text_length")
+        text = (
+            np.zeros_like(length)
+            if text_lens is None
+            else column([int(x) for t in text_lens for x in t], "text_length")
+        )
         return cls(length, column(np.repeat(np.arange(len(counts)), counts), "home"), text)
 
     def __len__(self) -> int:

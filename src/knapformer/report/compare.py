@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from knapformer.errors import BackendUnavailableError, DataError
+from knapformer.errors import DataError
+from knapformer.report.drawing import AFTER, BEFORE, new_figure, save
 from knapformer.report.records import RunRecord
 
 
@@ -81,14 +82,8 @@ def draw_comparison(before: RunRecord, after: RunRecord, path: str | os.PathLike
     Raises:
         BackendUnavailableError: without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailableError("drawing needs matplotlib; install it with: pip install 'knapformer[demo]'") from error
-    colours = {before.name: "#D55E00", after.name: "#0072B2"}  # Okabe-Ito: distinct to colour-blind readers
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    colours = {before.name: BEFORE, after.name: AFTER}
+    figure = new_figure(12, 4)
     loss, times, busy = figure.subplots(1, 3)
     for run, marker in ((before, "o"), (after, "x")):
         loss.plot(run.column("loss"), marker=marker, markersize=4, color=colours[run.name], label=run.name)
@@ -96,6 +91,8 @@ def draw_comparison(before: RunRecord, after: RunRecord, path: str | os.PathLike
     loss.set(title="loss: the same batch, the same loss", xlabel="step", ylabel="loss")
     times.set(title="step time", xlabel="step", ylabel="seconds")
     times.set_ylim(bottom=0)
+    for axes in (loss, times):
+        axes.locator_params(axis="x", integer=True)
     for offset, run in ((-0.2, before), (0.2, after)):
         ranks = list(zip(*run.column("busy_seconds")[warmup:], strict=True))
         heights = [fmean(values) for values in ranks]
@@ -103,8 +100,4 @@ def draw_comparison(before: RunRecord, after: RunRecord, path: str | os.PathLike
     busy.set(title="computing per rank and step", xlabel="rank", ylabel="seconds", xticks=range(len(ranks)))
     for axes in (loss, times, busy):
         axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
-    return target
+    return save(figure, path)

@@ -95,7 +95,9 @@ class RunRecord:
         try:
             return [step[name] for step in self.steps]
         except KeyError:
-            raise DataError(f"run {self.name!r}: a step has no value {name!r}; it has {sorted(self.steps[0])}") from None
+            raise DataError(
+                f"run {self.name!r}: a step has no value {name!r}; it has {sorted(self.steps[0])}"
+            ) from None
 
 
 def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
@@ -112,7 +114,9 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise DataError(f"{path}, line {number}: not JSON ({error}); a run record has one JSON object per line") from error
+            raise DataError(
+                f"{path}, line {number}: not JSON ({error}); a run record has one JSON object per line"
+            ) from error
         if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("kind") not in ("run", "step"):
             raise DataError(f"{path}, line {number}: not a run record of schema {SCHEMA}")
         name = record["name"]

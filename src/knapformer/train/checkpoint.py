@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from knapformer.errors import DataError
 
@@ -22,7 +23,7 @@ def save_checkpoint(
     """Write `folder/step-N` for `state["step"]` = N. Collective."""
     model_state, optim_state = get_state_dict(model, optimizer)
     target = Path(folder) / f"step-{state['step']:08d}"
-    dcp.save({"model": model_state, "optim": optim_state, "run": dict(state)}, checkpoint_id=target)
+    save({"model": model_state, "optim": optim_state, "run": dict(state)}, checkpoint_id=target)
     return target
 
 
@@ -36,7 +37,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: t
         raise DataError(f"{path} is not a complete checkpoint: it has no .metadata; choose a folder like step-00000100")
     model_state, optim_state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": model_state, "optim": optim_state, "run": {"step": 0, "seed": 0}}
-    dcp.load(loaded, checkpoint_id=path)
+    load(loaded, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
     return loaded["run"]
 

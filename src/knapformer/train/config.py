@@ -1,11 +1,11 @@
 """The configuration of a training run: one TOML file, checked as it is read, defaults for a small run on a CPU.
 
-    [data]                              [model]                    [balancer]
-    manifest = "photos/"                width = 256                planner = "balanced"
-    [[data.loaders]]                    num_heads = 4
-    source = "images"                   num_double = 2             [train]
-    num_loaders = 2                     num_single = 4             steps = 100
-    batch = 4
+[data]                              [model]                    [balancer]
+manifest = "photos/"                width = 256                planner = "balanced"
+[[data.loaders]]                    num_heads = 4
+source = "images"                   num_double = 2             [train]
+num_loaders = 2                     num_single = 4             steps = 100
+batch = 4
 """
 
 import os
@@ -23,7 +23,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Typed, frozen, and strict: an unknown key is an error."""
 
 
-class LoaderConfig(_Section):
+class LoaderConfig(_Section, frozen=True):
     """Loaders that draw from one source of the manifest."""
 
     source: str
@@ -31,7 +31,7 @@ class LoaderConfig(_Section):
     batch: int = 1
 
 
-class DataConfig(_Section):
+class DataConfig(_Section, frozen=True):
     """Where samples come from and how pixels become tokens."""
 
     manifest: str = ""
@@ -47,7 +47,7 @@ class DataConfig(_Section):
     """Longest caption [tokens]."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(_Section, frozen=True):
     """Shape of the MMDiT."""
 
     width: int = 256
@@ -61,7 +61,7 @@ class ModelConfig(_Section):
     zero_init: bool = False
 
 
-class BalancerConfig(_Section):
+class BalancerConfig(_Section, frozen=True):
     """How steps are balanced."""
 
     planner: str = "balanced"
@@ -73,7 +73,7 @@ class BalancerConfig(_Section):
     kernel: str | None = None
 
 
-class OptimConfig(_Section):
+class OptimConfig(_Section, frozen=True):
     """AdamW."""
 
     lr: float = 1e-3
@@ -82,7 +82,7 @@ class OptimConfig(_Section):
     clip_norm: float | None = 1.0
 
 
-class RunConfig(_Section):
+class RunConfig(_Section, frozen=True):
     """The run itself."""
 
     steps: int = 20
@@ -101,7 +101,7 @@ class RunConfig(_Section):
     """Steps between checkpoints; 0: at the end only."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(_Section, frozen=True):
     """All sections."""
 
     data: DataConfig = DataConfig()

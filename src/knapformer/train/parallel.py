@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,

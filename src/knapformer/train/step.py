@@ -64,7 +64,9 @@ def _token_weights(step: RoutingStep, layout: Layout, mode: LossMode) -> Tensor:
         per_sequence = 1 / (max(1, samples) * np.maximum(1, visual))
     else:
         raise SpecError(f"unknown loss mode {mode!r}; known modes are 'token' and 'sample'")
-    local = torch.from_numpy(per_sequence[np.asarray(layout.sequence_ids, dtype=np.int64)]).to(layout.image_index.device)
+    local = torch.from_numpy(per_sequence[np.asarray(layout.sequence_ids, dtype=np.int64)]).to(
+        layout.image_index.device
+    )
     return local.index_select(0, layout.sequence_index.index_select(0, layout.image_index))
 
 

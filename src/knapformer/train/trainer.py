@@ -140,7 +140,9 @@ class Trainer:
         while self.sampler.step < run.steps:
             step = self.sampler.advance()
             report = self.step(self.load(step))
-            if run.checkpoints and (self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)):
+            if run.checkpoints and (
+                self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)
+            ):
                 self.save(run.checkpoints)
             yield step, report
 
@@ -161,7 +163,11 @@ def make_balancer(config: TrainConfig, device: torch.device) -> SequenceBalancer
     """The balancer a configuration describes. Collective."""
     balancer, shape = config.balancer, config.mmdit().cost_shape()
     cost = CostModel.from_shapes(
-        shape.d_model, shape.num_heads, linear_coeff=shape.linear_coeff, attention_coeff=shape.attention_coeff, gamma=balancer.gamma
+        shape.d_model,
+        shape.num_heads,
+        linear_coeff=shape.linear_coeff,
+        attention_coeff=shape.attention_coeff,
+        gamma=balancer.gamma,
     )
     return SequenceBalancer(
         balancer.topology or "auto",

@@ -1,0 +1,46 @@
+"""Data: workloads without pixels (codes, traces, presets) and data sets of pictures and clips (manifests, sampler,
+text).
+
+Everything exported here needs NumPy only. What loads pixels needs torch, Pillow and PyAV and is imported by its own
+name: `knapformer.data.media`. Reading order: `codes`, `trace`, `workloads`; then `item`, `manifest`, `grid`, `media`,
+`sampler`.
+"""
+
+from knapformer.data.codes import DataCode, generate_trace, parse_data_codes
+from knapformer.data.demo import build_demo, demo_loader_groups, demo_media_options
+from knapformer.data.grid import Grid, MediaOptions, grid_positions, sample_grid
+from knapformer.data.item import Item
+from knapformer.data.manifest import Manifest, read_manifest, write_manifest
+from knapformer.data.sampler import GroupSampler, LoaderGroup, loader_ranks
+from knapformer.data.text import detokenize, pooled_features, tokenize
+from knapformer.data.trace import Trace, TraceStep, read_trace, write_trace
+from knapformer.data.workloads import load_workload, preset_names
+
+__all__ = [
+    "DataCode",
+    "Grid",
+    "GroupSampler",
+    "Item",
+    "LoaderGroup",
+    "Manifest",
+    "MediaOptions",
+    "Trace",
+    "TraceStep",
+    "build_demo",
+    "demo_loader_groups",
+    "demo_media_options",
+    "detokenize",
+    "generate_trace",
+    "grid_positions",
+    "load_workload",
+    "loader_ranks",
+    "parse_data_codes",
+    "pooled_features",
+    "preset_names",
+    "read_manifest",
+    "read_trace",
+    "sample_grid",
+    "tokenize",
+    "write_manifest",
+    "write_trace",
+]

@@ -1,0 +1,226 @@
+"""Traces: the sequence lengths of a number of training steps, per rank, and nothing else of the data.
+
+A trace file is JSON, plain or gzipped:
+
+    {"meta": {"name": ..., "world": 32, ...},
+     "steps": [{"seq_lens": [[...] per rank], "text_lens": [[...] per rank]}, ...]}
+
+With `meta.text` = "joint" (the default) a sequence's length includes its text; with "cross" text is cross-attended
+and lengths are visual tokens only. Files are checked completely when they are read, so that planners and simulators
+need not.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from knapformer.errors import DataError, SpecError
+
+MAX_LENGTH = 2**31 - 1
+"""Longest sequence accepted [tokens], as in `knapformer.plan.Sequences`."""
+
+
+def _read_only(lengths: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
+    columns = tuple(np.array(row, dtype=np.int64) for row in lengths)
+    for row in columns:
+        row.flags.writeable = False
+    return columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceStep:
+    """The sequences of one step.
+
+    Attributes:
+        seq_lens: per rank, the length of each of its sequences (int64, read-only) [tokens].
+        text_lens: per rank, the text length of each of them [tokens].
+    """
+
+    seq_lens: tuple[NDArray[np.int64], ...]
+    text_lens: tuple[NDArray[np.int64], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seq_lens", _read_only(self.seq_lens))
+        object.__setattr__(self, "text_lens", _read_only(self.text_lens))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all ranks."""
+        return sum(len(row) for row in self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all ranks' sequences."""
+        return sum(int(row.sum()) for row in self.seq_lens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Lengths of several steps on `world_size` ranks.
+
+    Attributes:
+        name: what to call it in reports.
+        world_size: ranks in every step.
+        steps: the steps, in order.
+        meta: what else is known: `text` ("joint" or "cross"), `d_model`, `heads`, `ranks_per_node`, ... Never changed.
+
+    Raises:
+        DataError: naming step and rank, if a step has other than `world_size` ranks, a length out of range, or text
+            that does not fit its sequence.
+    """
+
+    name: str
+    world_size: int
+    steps: tuple[TraceStep, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        meta = {key: value for key, value in self.meta.items() if key not in ("name", "world", "n_steps")}
+        object.__setattr__(self, "steps", tuple(self.steps))
+        object.__setattr__(self, "meta", meta)
+        if self.world_size < 1:
+            raise DataError(f"trace {self.name!r}: world size is {self.world_size}; it must be at least 1")
+        if self.text not in ("joint", "cross"):
+            raise DataError(f"trace {self.name!r}: meta.text is {self.text!r}; it must be 'joint' or 'cross'")
+        if not self.steps:
+            raise DataError(f"trace {self.name!r} has no steps; it needs at least one")
+        for number, step in enumerate(self.steps):
+            self._check(number, step)
+
+    def _check(self, number: int, step: TraceStep) -> None:
+        for key in ("seq_lens", "text_lens"):
+            rows = getattr(step, key)
+            if len(rows) != self.world_size:
+                self._fail(number, f"{key} has {len(rows)} ranks; the world size is {self.world_size}")
+        counts = np.array([len(row) for row in step.seq_lens])
+        text_counts = np.array([len(row) for row in step.text_lens])
+        if (counts != text_counts).any():
+            rank = int(np.argmax(counts != text_counts))
+            self._fail(number, f"rank {rank} has {counts[rank]} sequences but {text_counts[rank]} text lengths")
+        lengths, texts = np.concatenate(step.seq_lens), np.concatenate(step.text_lens)
+        longest = lengths if self.text == "joint" else MAX_LENGTH
+        why = (
+            "at most its sequence's length, as meta.text is 'joint'"
+            if self.text == "joint"
+            else f"at most {MAX_LENGTH}"
+        )
+        for what, values, bad, allowed in (
+            ("length", lengths, (lengths < 1) | (lengths > MAX_LENGTH), f"allowed is 1 to {MAX_LENGTH} tokens"),
+            ("text length", texts, (texts < 0) | (texts > longest), f"allowed is 0 or more and {why}"),
+        ):
+            if bad.any():
+                at = int(np.argmax(bad))
+                rank = int(np.searchsorted(np.cumsum(counts), at, side="right"))
+                position = at - int(counts[:rank].sum())
+                told = f" (its sequence has {lengths[at]} tokens)" if what == "text length" else ""
+                self._fail(number, f"rank {rank}, sequence {position}: {what} {values[at]}{told}; {allowed}")
+
+    def _fail(self, number: int, problem: str) -> NoReturn:
+        raise DataError(f"trace {self.name!r}, step {number}: {problem}")
+
+    @property
+    def text(self) -> str:
+        """How text takes part: "joint" (lengths include it) or "cross" (lengths are visual tokens only)."""
+        return self.meta.get("text", "joint")
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def head(self, num_steps: int) -> "Trace":
+        """The first steps of this trace. Raises `SpecError` if it has fewer."""
+        if not 1 <= num_steps <= len(self.steps):
+            raise SpecError(
+                f"trace {self.name!r} has {len(self.steps)} steps, so {num_steps} cannot be taken; "
+                f"ask for 1 to {len(self.steps)}"
+            )
+        return Trace(self.name, self.world_size, self.steps[:num_steps], self.meta)
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a `.json` or `.json.gz` trace file.
+
+    Raises:
+        DataError: if the file cannot be read or breaks the format; the message names the file, step and rank.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"trace file {os.fspath(path)!r} cannot be read: {error.strerror or error}") from error
+    return decode_trace(data, origin=os.fspath(path))
+
+
+def decode_trace(data: bytes, *, origin: str) -> Trace:
+    """Trace from the bytes of a file; gzip is recognised by content. `origin` names the file in messages."""
+    try:
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        content = json.loads(text)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise DataError(f"trace file {origin!r} is not JSON (plain or gzip): {error}") from error
+    try:
+        return _parse(content, default_name=Path(origin).name.split(".", 1)[0])
+    except DataError as error:
+        raise DataError(f"trace file {origin!r}: {error}") from error
+
+
+def _parse(content: Any, *, default_name: str) -> Trace:
+    meta = _get(content, "meta", dict, "the file")
+    steps = _get(content, "steps", list, "the file")
+    world_size = _get(meta, "world", int, "meta")
+    name = str(meta.get("name", default_name))
+    if "n_steps" in meta and meta["n_steps"] != len(steps):
+        raise DataError(
+            f"meta.n_steps is {meta['n_steps']!r} but there are {len(steps)} steps; was the file cut short?"
+        )
+    parsed: list[TraceStep] = []
+    for number, step in enumerate(steps):
+        seq_lens, text_lens = (
+            tuple(
+                _lengths(row, where=f"step {number}, rank {rank}: {key}")
+                for rank, row in enumerate(_get(step, key, list, f"step {number}"))
+            )
+            for key in ("seq_lens", "text_lens")
+        )
+        parsed.append(TraceStep(seq_lens, text_lens))
+    return Trace(name, world_size, tuple(parsed), meta)
+
+
+def _get(holder: Any, key: str, kind: type, where: str) -> Any:
+    if not isinstance(holder, dict):
+        raise DataError(f"{where} must be a JSON object, got {type(holder).__name__}")
+    if key not in holder:
+        raise DataError(f"{where} has no key {key!r}; it has {sorted(holder)}")
+    if type(holder[key]) is not kind:
+        raise DataError(f"{where}: {key!r} must be of type {kind.__name__}, got {type(holder[key]).__name__}")
+    return holder[key]
+
+
+def _lengths(row: Any, *, where: str) -> NDArray[np.int64]:
+    if type(row) is not list:
+        raise DataError(f"{where} must be a list of lengths, got {row!r:.60}")
+    for value in row:
+        if type(value) is not int or abs(value) > MAX_LENGTH:
+            raise DataError(f"{where} holds {value!r:.60}; lengths are whole numbers of at most {MAX_LENGTH} tokens")
+    return np.array(row, dtype=np.int64)
+
+
+def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace; a name ending in `.gz` compresses it. The same trace gives the same bytes."""
+    target = Path(path)
+    if not target.name.endswith((".json", ".json.gz")):
+        raise SpecError(f"trace file name {target.name!r} must end in '.json' or '.json.gz'")
+    meta = {"name": trace.name, "world": trace.world_size, "n_steps": trace.num_steps, **trace.meta}
+    steps = [
+        {"seq_lens": [row.tolist() for row in step.seq_lens], "text_lens": [row.tolist() for row in step.text_lens]}
+        for step in trace.steps
+    ]
+    data = json.dumps({"meta": meta, "steps": steps}, separators=(",", ":")).encode()
+    target.write_bytes(gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)

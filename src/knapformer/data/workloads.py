@@ -1,0 +1,120 @@
+"""Workloads by name: one string for a shipped preset, a data-code string, or a trace file.
+
+Presets are recorded lengths (see `presets/README.md`). Those that were made from data codes, `flux-*`, also exist for
+other world sizes, longer runs and other seeds: they are then drawn again from their codes.
+"""
+
+import difflib
+import re
+import warnings
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from knapformer.data.codes import generate_trace
+from knapformer.data.trace import Trace, decode_trace, read_trace
+from knapformer.errors import KnapFormerWarning, SpecError
+
+_SUFFIX = ".json.gz"
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Names of the shipped presets. The number at the end is the world size; without it, the largest one is meant."""
+    folder = files("knapformer.data") / "presets"
+    return tuple(sorted(entry.name.removesuffix(_SUFFIX) for entry in folder.iterdir() if entry.name.endswith(_SUFFIX)))
+
+
+def load_workload(text: str, *, world_size: int | None = None, num_steps: int | None = None, seed: int = 0) -> Trace:
+    """The trace that `text` names.
+
+    Args:
+        text: a preset (`flux-joint-32`, `real-mix-8`, or `flux-joint` for its recorded world size), a data-code string
+            (`g8b4i256f1s0,g4b1i512f85s1`), or the path of a `.json` or `.json.gz` trace file.
+        world_size: ranks; by default what the preset, code or file has. Other sizes work where the workload is
+            described by data codes.
+        num_steps: take the first steps of a recorded trace, or draw this many from data codes (by default as many as
+            the preset has, else 20).
+        seed: for drawing from data codes. A preset made from codes is drawn anew if it is not 0.
+
+    Raises:
+        SpecError: if nothing has that name (close matches and all presets are listed), a data code is wrong, or the
+            workload does not exist for that world size or number of steps.
+        DataError: if a trace file breaks the format.
+    """
+    if (sizes := _sizes_of(text)) is not None:
+        trace = _load_preset(text, sizes, world_size=world_size, num_steps=num_steps, seed=seed)
+        if "data_codes" not in trace.meta:
+            _warn_seed(text, seed)
+        return trace
+    if re.match(r"g[0-9]", text) and not Path(text).is_file():
+        return generate_trace(text, world_size=world_size, num_steps=20 if num_steps is None else num_steps, seed=seed)
+    if text.endswith((".json", ".json.gz")) or Path(text).is_file():
+        trace = read_trace(text)
+        if world_size not in (None, trace.world_size):
+            raise SpecError(
+                f"trace file {text!r} is for {trace.world_size} ranks but {world_size} were asked for; "
+                "use its world size, or a workload made of data codes"
+            )
+        _warn_seed(text, seed)
+        return trace if num_steps is None else trace.head(num_steps)
+    raise _unknown(text)
+
+
+def _sizes_of(text: str) -> dict[int, str] | None:
+    """World size -> shipped preset for the family that `text` names, largest world last; None if it names none."""
+    family = re.sub(r"-[0-9]+$", "", text)
+    sizes = {int(name.rsplit("-", 1)[1]): name for name in preset_names() if name.rsplit("-", 1)[0] == family}
+    return dict(sorted(sizes.items())) or None
+
+
+def _load_preset(
+    text: str, sizes: dict[int, str], *, world_size: int | None, num_steps: int | None, seed: int
+) -> Trace:
+    named = re.search(r"-([0-9]+)$", text)
+    if named and world_size not in (None, int(named[1])):
+        raise SpecError(
+            f"workload {text!r} is for {named[1]} ranks but {world_size} were asked for; "
+            f"leave one of them out, e.g. {text[: named.start()]!r} with that world size"
+        )
+    world_size = int(named[1]) if named else world_size
+    wanted = max(sizes) if world_size is None else world_size
+    recorded = _read_preset(sizes.get(wanted, sizes[max(sizes)]))
+    codes = recorded.meta.get("data_codes")
+    if codes is None:
+        if wanted not in sizes:
+            raise SpecError(
+                f"workload {text!r} does not exist for {wanted} ranks: it is recorded, for {sorted(sizes)} ranks, and "
+                "not described by data codes; choose one of these world sizes or a flux-* workload"
+            )
+        return recorded if num_steps is None else recorded.head(num_steps)
+    steps = recorded.num_steps if num_steps is None else num_steps
+    if wanted == recorded.world_size and seed == 0 and steps <= recorded.num_steps:
+        return recorded.head(steps)
+    drawn = generate_trace(codes, world_size=wanted, num_steps=steps, seed=seed)
+    family = recorded.name.rsplit("-", 1)[0]
+    return Trace(f"{family}-{wanted}", wanted, drawn.steps, {**drawn.meta, "preset": family})
+
+
+@cache
+def _read_preset(name: str) -> Trace:
+    file = files("knapformer.data") / "presets" / f"{name}{_SUFFIX}"
+    return decode_trace(file.read_bytes(), origin=file.name)
+
+
+def _warn_seed(text: str, seed: int) -> None:
+    if seed != 0:
+        warnings.warn(
+            f"seed {seed} is ignored: workload {text!r} is recorded, not drawn", KnapFormerWarning, stacklevel=3
+        )
+
+
+def _unknown(text: str) -> SpecError:
+    names = preset_names()
+    families = sorted({name.rsplit("-", 1)[0] for name in names})
+    close = difflib.get_close_matches(text, [*names, *families], n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return SpecError(
+        f"unknown workload {text!r}; {hint}Presets: {', '.join(names)}. Also allowed: a data-code string like "
+        "'g8b4i256f1s0,g4b1i512f85s1', or the path of a .json or .json.gz trace file"
+    )

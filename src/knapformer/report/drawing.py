@@ -1,0 +1,34 @@
+"""Figures without a display: one place that needs matplotlib, and the colours of before and after."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from knapformer.errors import BackendUnavailableError
+
+BEFORE, AFTER = "#D55E00", "#0072B2"  # Okabe and Ito's palette: distinct to colour-blind readers
+BEFORE_LIGHT, AFTER_LIGHT = "#F2B48A", "#8CBFE0"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure that can be saved. Raises `BackendUnavailableError` without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "drawing needs matplotlib; install it with: pip install 'knapformer[demo]'"
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Strip frames and write the file; its folder is made."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=130)
+    return target

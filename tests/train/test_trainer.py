@@ -1,0 +1,132 @@
+"""Training on real files: the same losses on any number of ranks and with any planner, also after a restart."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from knapformer.data import read_manifest
+from knapformer.errors import DataError, SpecError
+from knapformer.train import TrainConfig, Trainer, read_config
+from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint
+from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
+from knapformer.train.flow import draw_noise
+from tests.ranks import run_ranks
+
+SIZES = [(64, 64), (128, 32), (16, 16), (96, 80), (32, 112), (48, 16)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures of many sizes; `big` is another source."""
+    root = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(0)
+    for i, (width, height) in enumerate(SIZES):
+        name = root / ("big" if width * height > 5000 else "small") / f"{i}.png"
+        name.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(name)
+        name.with_suffix(".txt").write_text("a caption " * i)
+    lines = []
+    for source in ("big", "small"):
+        for path in sorted((root / source).glob("*.png")):
+            caption = path.with_suffix(".txt").read_text().strip()
+            lines.append({"path": f"{source}/{path.name}", "caption": caption, "source": source})
+    (root / "manifest.jsonl").write_text("".join(msgspec.json.encode(line).decode() + "\n" for line in lines))
+    return root
+
+
+def config(folder, **kwargs):
+    run = {"steps": 3, "loss": "token", **kwargs.pop("run", {})}
+    balancer = {"planner": "local", **kwargs.pop("balancer", {})}
+    loaders = [LoaderConfig(source="big"), LoaderConfig(source="small", num_loaders=2, batch=2)]
+    return TrainConfig(
+        data=DataConfig(manifest=str(folder / "manifest.jsonl"), loaders=loaders, max_text=40),
+        model=ModelConfig(width=32, num_heads=2, num_double=1, num_single=1, axes_dims=(4, 6, 6)),
+        balancer=BalancerConfig(**balancer),
+        train=RunConfig(**run),
+    )
+
+
+def losses(rank, world_size, settings):
+    trainer = Trainer(settings, read_manifest(settings.data.manifest), torch.device("cpu"))
+    return [report.loss for _, report in trainer.fit()]
+
+
+@pytest.mark.parametrize("mode", ["token", "sample"])
+def test_losses_do_not_depend_on_ranks_or_planner(folder, mode):
+    expected = run_ranks(1, losses, config(folder, run={"loss": mode}))[0]
+    assert len(set(expected)) == 3
+    for world, balancer in (
+        (2, {"planner": "bags", "topology": "g2n1"}),
+        (3, {"planner": "local"}),
+        (5, {"planner": "balanced"}),
+    ):
+        got = run_ranks(world, losses, config(folder, run={"loss": mode, "checkpointing": True}, balancer=balancer))
+        assert all(one == got[0] for one in got)
+        assert got[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_loss_modes_differ(folder):
+    by_token, by_sample = (run_ranks(1, losses, config(folder, run={"loss": m}))[0] for m in ("token", "sample"))
+    assert abs(by_token[0] - by_sample[0]) > 1e-4
+
+
+def test_balancing_groups_side_by_side_share_one_loss(folder):
+    """Two groups of two ranks: each is balanced on its own, the loss is still that of the whole batch."""
+    expected = run_ranks(1, losses, config(folder))[0]
+    got = run_ranks(4, losses, config(folder, balancer={"planner": "bags", "topology": "g2n1"}))
+    assert got[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_restart_on_other_world_sizes(folder, tmp_path):
+    settings = config(folder, run={"steps": 4})
+    expected = run_ranks(2, losses, settings)[0]
+    saved = str(tmp_path / "run")
+    first = config(folder, run={"steps": 2, "checkpoints": saved})
+    begun = run_ranks(4, losses, first)[0]
+    assert begun == pytest.approx(expected[:2], rel=1e-5)
+    folders = sorted(Path(saved).iterdir())
+    assert [f.name for f in folders] == ["step-00000002"]
+    for world in (1, 3):
+        target = tmp_path / f"copy-{world}"
+        target.mkdir()
+        (target / folders[0].name).symlink_to(folders[0])
+        resumed = config(folder, run={"steps": 4, "checkpoints": str(target)})
+        assert run_ranks(world, losses, resumed)[0] == pytest.approx(expected[2:], rel=1e-4)
+
+
+def test_an_incomplete_checkpoint_is_not_used(tmp_path):
+    (tmp_path / "step-00000007").mkdir()
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(DataError, match="not a complete checkpoint"):
+        load_checkpoint(tmp_path / "step-00000007", torch.nn.Linear(1, 1), None)
+
+
+def test_noise_depends_on_seed_step_and_sample_only():
+    keys = [{"seed": s, "step": t, "sample": i} for s in (0, 1) for t in (0, 1) for i in (0, 1)]
+    draws = [draw_noise((4, 3), **key) for key in keys]
+    assert all(torch.equal(draw_noise((4, 3), **key)[0], draw[0]) for key, draw in zip(keys, draws, strict=True))
+    assert len({tuple(noise.flatten().tolist()) for noise, _ in draws}) == len({time for _, time in draws}) == len(keys)
+    noise, _ = draw_noise((20_000,), seed=3, step=1, sample=2)
+    assert abs(float(noise.mean())) < 0.03 and abs(float(noise.std()) - 1) < 0.03
+
+
+def test_configuration_errors_name_file_and_key(tmp_path):
+    path = tmp_path / "run.toml"
+    cases = {
+        "[model]\nwidth = 'wide'": r"run.toml: .*`\$.model.width`",
+        "[model]\nwidht = 3": r"run.toml: .*unknown field `widht`",
+        "[model": r"run.toml: ",
+        "[train]\nsteps = 3": r"\[data\] needs 'manifest'",
+    }
+    for text, message in cases.items():
+        path.write_text(text)
+        with pytest.raises(SpecError, match=message):
+            read_config(path)
+    with pytest.raises(SpecError, match="no configuration file"):
+        read_config(tmp_path / "missing.toml")
+    path.write_text('[data]\nmanifest = "photos"\n[[data.loaders]]\nsource = "a"\n')
+    assert read_config(path).data.manifest == str(tmp_path / "photos")
