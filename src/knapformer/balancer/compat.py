@@ -122,8 +122,8 @@ class OriginalSurface:
         for size, _ in self._planner.spec.terms:
             if num_heads % size:
                 raise SpecError(
-                    f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads do "
-                    f"not divide by the bag size {size} of '{self._planner.spec}'; call layout.attend instead"
+                    f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads "
+                    f"do not divide by the bag size {size} of '{self._planner.spec}'; call layout.attend instead"
                 )
         return step.bag_attention(num_heads)
 

@@ -76,7 +76,7 @@ def demo(
     console.print(_table(comparison))
     console.print(
         f"same batches, same losses: they differ by {comparison.largest_loss_difference:.1e} relative at most\n"
-        f"speed-up {comparison.speedup:.2f}; perfect balance of the modelled work would give {comparison.ideal_speedup:.2f}\n"
+        f"speed-up {comparison.speedup:.2f}; perfect balance of the modelled work: {comparison.ideal_speedup:.2f}\n"
         f"figure {figure}, run record {record}"
     )
 

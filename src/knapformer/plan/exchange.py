@@ -43,8 +43,8 @@ class Exchange:
         """The way back. Raises `PlanInvariantError` if a source row is sent to several ranks or to none."""
         if not self.is_bijective:
             raise PlanInvariantError(
-                f"this exchange sends {len(self.send_index)} rows of {self.num_source_rows} source rows, some more than "
-                "once or never, so it has an adjoint but no inverse"
+                f"this exchange sends {len(self.send_index)} rows of {self.num_source_rows}, some more than once or "
+                "never, so it has an adjoint but no inverse"
             )
         return Exchange(
             self.recv_index,

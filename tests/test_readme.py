@@ -1,0 +1,36 @@
+"""What the README shows is run: its example under torchrun, and its links."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs_under_torchrun(tmp_path):
+    code = re.search(r"## Twenty lines\n\n```python\n(.*?)```", README, re.DOTALL)
+    assert code is not None
+    script = tmp_path / "example.py"
+    script.write_text(code[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    numbers = [float(n) for n in re.findall(r"1\.0\d+", done.stdout)]
+    assert len(numbers) == 4 and max(numbers) < 1.05  # the modelled imbalance each rank prints
+
+
+def test_its_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert len(links) > 10
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_pages_link_to_existing_files_too():
+    for page in (ROOT / "docs").rglob("*.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page}: {link}"
