@@ -3,8 +3,12 @@
 Sub-groups are created once, at start, for every part of a partition and in one order on every rank, never per plan:
 creating a group is itself collective, and gloo opens threads and sockets for each. Uneven all-to-alls with zero
 splits carry whatever a plan needs inside them.
+
+torch keeps process groups alive until `destroy_process_group`; a reference that outlives it (a balancer, a step or an
+autograd graph at the top level of a script) makes gloo abort the interpreter at exit. So this module only refers.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,7 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from knapformer.errors import SpecError
+from knapformer.errors import RankMismatchError, SpecError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,14 +24,24 @@ class RankGroup:
     """A process group, or a single process where torch.distributed is not initialised.
 
     Attributes:
-        handle: the torch process group; None for a single process.
         rank: this process' rank in the group.
         ranks: global rank of each member.
+        reference: weak reference to the torch process group; None for a single process.
     """
 
-    handle: Any
     rank: int
     ranks: tuple[int, ...]
+    reference: "weakref.ref[Any] | None" = None
+
+    @property
+    def handle(self) -> Any:
+        """The torch process group; None for a single process. Raises `RankMismatchError` if it has been destroyed."""
+        if self.reference is None:
+            return None
+        group = self.reference()
+        if group is None:
+            raise RankMismatchError("the process group of this balancer has been destroyed; make a new balancer")
+        return group
 
     @classmethod
     def of(cls, group: Any = None) -> Self:
@@ -37,14 +51,14 @@ class RankGroup:
                 raise SpecError(
                     "a process group was given but torch.distributed is not initialised; call init_process_group"
                 )
-            return cls(None, 0, (0,))
+            return cls(0, (0,))
         handle = dist.group.WORLD if group is None else group
         rank = dist.get_rank(handle)
         if rank < 0:
             raise SpecError(
                 "this process is not a member of the group given to the balancer; pass a group it belongs to"
             )
-        return cls(handle, rank, tuple(dist.get_process_group_ranks(handle)))  # type: ignore[arg-type]
+        return cls(rank, tuple(dist.get_process_group_ranks(handle)), weakref.ref(handle))  # type: ignore[arg-type]
 
     @property
     def size(self) -> int:
@@ -53,7 +67,8 @@ class RankGroup:
     @property
     def device(self) -> torch.device:
         """Where this group's collectives want their tensors."""
-        if self.handle is not None and "nccl" in str(dist.get_backend(self.handle)) and torch.cuda.is_available():
+        handle = self.handle
+        if handle is not None and "nccl" in str(dist.get_backend(handle)) and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -80,9 +95,9 @@ def partition(group: RankGroup, sizes: Sequence[int]) -> RankGroup:
     first = 0
     for size in sizes:
         ranks = group.ranks[first : first + size]
-        handle = dist.new_group(list(ranks)) if size > 1 else None
+        created = dist.new_group(list(ranks)) if size > 1 else None
         if first <= group.rank < first + size:
-            mine = RankGroup(handle, group.rank - first, ranks)
+            mine = RankGroup(group.rank - first, ranks, None if created is None else weakref.ref(created))
         first += size
     if mine is None:
         raise SpecError(f"rank {group.rank} is in none of the parts {list(sizes)}")
