@@ -1,10 +1,13 @@
 """The commands, and what happens to errors."""
 
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import cyclopts
 from rich.console import Console
+from rich.markup import escape
 
 from knapformer import __version__
 from knapformer.errors import KnapFormerError
@@ -14,25 +17,27 @@ app = cyclopts.App(
     help="Online load balancing for training diffusion transformers on images and videos of every size.",
     version=__version__,
 )
-app.command("knapformer.cli.demo:demo")
-app.command("knapformer.cli.train:train")
-app.command("knapformer.cli.plan:plan")
+app.command("knapformer.cli.demo:demo", help="Train on real images and clips over CPU ranks, unbalanced and balanced.")
+app.command(
+    "knapformer.cli.train:train", help="Train from a configuration file, under torchrun or on ranks started here."
+)
+app.command(
+    "knapformer.cli.plan:plan", help="Plan recorded or generated lengths and print what a planner makes of them."
+)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, or 2 for input that cannot be used."""
+    messages = Console(stderr=True, highlight=False, soft_wrap=True)
+    warnings.showwarning = lambda message, *_: messages.print(f"[bold yellow]warning:[/] {escape(str(message))}")
     try:
-        app(list(arguments), exit_on_error=False, print_error=True)
+        app(list(arguments), exit_on_error=False, print_error=True, result_action="return_value")
+        sys.stdout.flush()
     except cyclopts.CycloptsError:
         return 2
     except KnapFormerError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(error)}")
+        messages.print(f"[bold red]error:[/] {escape(str(error))}")
         return 2
     except BrokenPipeError:  # the reader of our output went away
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def escape(error: BaseException) -> str:
-    """An error's message, safe to print as markup."""
-    return str(error).replace("[", r"\[")

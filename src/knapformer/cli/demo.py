@@ -19,6 +19,7 @@ from rich.table import Table
 from knapformer.cli.launch import run_on_ranks
 from knapformer.cli.train import progress_bar
 from knapformer.data import build_demo, demo_loader_groups, demo_media_options, read_manifest
+from knapformer.plan.planners import BagsPlanner, make_planner
 from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
 from knapformer.train import TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, RunConfig
@@ -53,11 +54,14 @@ def demo(
         Print one JSON object and nothing else.
     """
     console = Console(quiet=as_json)
+    name = planner or ("bags" if topology else "balanced")
+    if isinstance(chosen := make_planner(name, topology), BagsPlanner):  # errors here, not on every rank
+        chosen.spec.num_groups(ranks)
     build_demo(out / "data")
     record = out / "record.jsonl"
     record.unlink(missing_ok=True)
     config = demo_config(out / "data" / "manifest.jsonl", steps)
-    balanced = BalancerConfig(planner=planner or ("bags" if topology else "balanced"), topology=topology)
+    balanced = BalancerConfig(planner=name, topology=topology)
     console.print(f"training on real images and clips: {ranks} CPU ranks, {steps} steps, unbalanced and balanced")
     start = time.perf_counter()
     run_on_ranks(_train_both, (config, balanced, record, as_json), ranks=ranks, device_type="cpu")

@@ -83,9 +83,8 @@ def plan(
         steps=steps,
         ranks_per_node=ranks_per_node,
         limits=Limits(max_tokens_per_rank),
+        figure=figure,
     )
-    if figure is not None:
-        draw_first_step(trace, name, topology, figure, gamma=gamma, ranks_per_node=ranks_per_node)
     if as_json:
         print(json.dumps(result))
     else:
@@ -101,6 +100,7 @@ def plan_trace(
     steps: int | None = None,
     ranks_per_node: int | None = None,
     limits: Limits | None = None,
+    figure: Path | None = None,
 ) -> dict[str, Any]:
     """Plan every step of a trace; the object `knapformer plan --json` prints."""
     plan_one, plan_none = make_planner(planner, topology), make_planner("local")
@@ -113,8 +113,13 @@ def plan_trace(
         start = time.perf_counter()
         placement = plan_one(sequences, cluster, cost, limits or Limits())
         seconds.append(time.perf_counter() - start)
+        at_home = plan_none(sequences, cluster, cost, Limits())
         after.append(measure(placement.validate(), cluster, cost))
-        before.append(measure(plan_none(sequences, cluster, cost, Limits()), cluster, cost))
+        before.append(measure(at_home, cluster, cost))
+        if figure is not None and len(after) == 1:
+            draw_loads(
+                at_home, placement, cluster, cost, figure, title=f"{trace.name}, step 0, {trace.world_size} ranks"
+            )
     return {
         "workload": trace.name,
         "ranks": trace.world_size,
@@ -127,20 +132,8 @@ def plan_trace(
     }
 
 
-def draw_first_step(
-    trace: Trace, planner: str, topology: str | None, path: Path, *, gamma: float, ranks_per_node: int | None = None
-) -> None:
-    """The loads of a trace's first step at home and planned, as a picture."""
-    cluster, cost = _cluster_and_cost(trace, gamma, ranks_per_node)
-    sequences = _sequences(trace, trace.steps[0])
-    before, after = (
-        make(sequences, cluster, cost, Limits()) for make in (make_planner("local"), make_planner(planner, topology))
-    )
-    draw_loads(before, after, cluster, cost, path, title=f"{trace.name}, step 0, {trace.world_size} ranks")
-
-
 def _cluster_and_cost(trace: Trace, gamma: float, ranks_per_node: int | None) -> tuple[Cluster, CostModel]:
-    cluster = Cluster(trace.world_size, ranks_per_node or trace.meta.get("ranks_per_node"))
+    cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node") if ranks_per_node is None else ranks_per_node)
     return cluster, CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
 
 

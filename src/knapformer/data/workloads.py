@@ -47,9 +47,9 @@ def load_workload(text: str, *, world_size: int | None = None, num_steps: int | 
         if "data_codes" not in trace.meta:
             _warn_seed(text, seed)
         return trace
-    if re.match(r"g[0-9]", text) and not Path(text).is_file():
+    if re.match(r"g[0-9]", text) and not _is_file(text):
         return generate_trace(text, world_size=world_size, num_steps=20 if num_steps is None else num_steps, seed=seed)
-    if text.endswith((".json", ".json.gz")) or Path(text).is_file():
+    if text.endswith((".json", ".json.gz")) or _is_file(text):
         trace = read_trace(text)
         if world_size not in (None, trace.world_size):
             raise SpecError(
@@ -118,3 +118,11 @@ def _unknown(text: str) -> SpecError:
         f"unknown workload {text!r}; {hint}Presets: {', '.join(names)}. Also allowed: a data-code string like "
         "'g8b4i256f1s0,g4b1i512f85s1', or the path of a .json or .json.gz trace file"
     )
+
+
+def _is_file(text: str) -> bool:
+    """Whether a file has this name; a text too long to be a name is none."""
+    try:
+        return Path(text).is_file()
+    except OSError:
+        return False

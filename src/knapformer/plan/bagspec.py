@@ -10,7 +10,7 @@ from typing import Self
 
 from knapformer.errors import SpecError
 
-_TERM = re.compile(r"g(\d+)n(\d+)")
+_TERM = re.compile(r"g([0-9]+)n([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)

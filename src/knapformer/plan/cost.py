@@ -12,9 +12,10 @@ balance; `token_flops` turns them into seconds, which traffic is compared with.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Self
 
-from knapformer.errors import SpecError
+from knapformer.errors import PlanError, SpecError
 from knapformer.plan.arrays import Int64Array
 
 TICKS_PER_SECOND = 10**15
@@ -73,10 +74,13 @@ class CostModel:
             sequence_flop: FLOP per sequence and layer (modulation).
             token_flops: token-wise work a rank does per second [FLOP/s].
         """
-        if d_model < 1 or num_heads < 1 or gamma < 0 or token_flops <= 0:
+        figures = (gamma, attention_coeff, token_flops, sequence_flop, linear_coeff if linear_coeff else mlp_ratio)
+        if d_model < 1 or num_heads < 1 or not all(0 <= x < inf for x in figures) or token_flops == 0:
             raise SpecError(
-                f"CostModel.from_shapes needs d_model and num_heads of at least 1, gamma of at least 0 and positive "
-                f"token_flops, got d_model={d_model}, num_heads={num_heads}, gamma={gamma}, token_flops={token_flops}"
+                "CostModel.from_shapes needs d_model and num_heads of at least 1, finite coefficients from 0 and "
+                f"positive token_flops, got d_model={d_model}, num_heads={num_heads}, gamma={gamma}, "
+                f"mlp_ratio={mlp_ratio}, linear_coeff={linear_coeff}, attention_coeff={attention_coeff}, "
+                f"sequence_flop={sequence_flop}, token_flops={token_flops}"
             )
         coeff = 8 + 4 * mlp_ratio if linear_coeff is None else linear_coeff
         tick = TICKS_PER_SECOND / token_flops
@@ -89,7 +93,13 @@ class CostModel:
         )
 
     def work(self, length: Int64Array) -> Int64Array:
-        """Work of whole sequences of `length` tokens [tick]; exact in int64."""
+        """Work of whole sequences of `length` tokens [tick]. Raises `PlanError` where one is more than int64 counts."""
+        longest = int(length.max(initial=0))
+        if self.sequence + longest * (self.token + self.row_key * self.num_heads * longest) >= 2**63:
+            raise PlanError(
+                f"a sequence of {longest} tokens costs more femtoseconds than 64 bits count; check the lengths, or "
+                "scale all prices of the cost model down"
+            )
         return self.sequence + self.token * length + (self.row_key * self.num_heads) * length * length
 
     def load(self, tokens: Int64Array, area: Int64Array, num_shards: Int64Array | int = 0) -> Int64Array:

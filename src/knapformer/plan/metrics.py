@@ -10,11 +10,21 @@ from typing import Any
 from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import NOMINAL_SPEED, Cluster
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
-from knapformer.plan.placement import Placement
+from knapformer.plan.placement import Certificate, Placement
 from knapformer.plan.predict import Traffic, attention_traffic, predict, rank_loads
 from knapformer.plan.sequences import Sequences
 
-__all__ = ["Metrics", "Traffic", "attention_traffic", "imbalance", "lower_bound", "measure", "rank_loads"]
+__all__ = [
+    "Certificate",
+    "Metrics",
+    "Traffic",
+    "attention_traffic",
+    "certify",
+    "imbalance",
+    "lower_bound",
+    "measure",
+    "rank_loads",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +98,36 @@ def lower_bound(sequences: Sequences, cluster: Cluster, cost: CostModel) -> int:
 
     Each sequence's constant is counted once, although a split sequence pays it on every rank that has tokens of it.
     """
+    return max(_bounds(sequences, cluster, cost, exact_sum(cost.work(sequences.length))))
+
+
+def _bounds(sequences: Sequences, cluster: Cluster, cost: CostModel, total_work: int) -> tuple[int, int]:
+    """Mean load and the largest indivisible part on the fastest rank [tick]."""
     if not len(sequences):
-        return 0
-    mean = cluster.mean_time(exact_sum(cost.work(sequences.length)))
+        return 0, 0
     indivisible = max(cost.token + cost.sequence, cost.row_key * int(sequences.length.max()))
     fastest = max(cluster.speeds, default=NOMINAL_SPEED)
-    return max(mean, indivisible * NOMINAL_SPEED // fastest)
+    return cluster.mean_time(total_work), indivisible * NOMINAL_SPEED // fastest
+
+
+def certify(
+    placement: Placement, cluster: Cluster, cost: CostModel, *, total_work: int, traffic: int, cap: int | None = None
+) -> Certificate:
+    """Certificate of a placement.
+
+    Args:
+        placement: what is certified.
+        cluster, cost: what it was made for.
+        total_work: of all its sequences [tick].
+        traffic: longest traffic time of a rank [tick].
+        cap: token limit of a rank, if there was one.
+    """
+    tokens = placement.tokens()
+    load = cluster.time(cost.load(tokens, placement.area(), placement.num_shards()))
+    mean, indivisible = _bounds(placement.sequences, cluster, cost, total_work)
+    binding = "indivisible" if indivisible > mean else "mean"
+    binding = "memory" if cap is not None and int(tokens.max()) == cap else binding
+    return Certificate(int(load.max()), max(mean, indivisible), binding, traffic)
 
 
 def _share(part: Any, whole: int) -> float:

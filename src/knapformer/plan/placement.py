@@ -16,6 +16,7 @@ whole sequences as one contiguous run and nothing has to be copied out of the wa
 
 import hashlib
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -70,6 +71,29 @@ class Shards:
         return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("seq", "rank", "start", "stop"))
 
 
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How good a placement is, and what keeps it from being better.
+
+    Attributes:
+        makespan: largest load of a rank [tick].
+        lower_bound: makespan that no placement can beat [tick].
+        binding: what binds: "mean" (all ranks have their share), "indivisible" (one token or row is more than that) or
+            "memory" (a rank is at its token limit).
+        traffic: longest time that split attention's traffic takes on one rank, none of it hidden [tick].
+    """
+
+    makespan: int
+    lower_bound: int
+    binding: str
+    traffic: int
+
+    @property
+    def gap(self) -> float:
+        """makespan / lower_bound - 1."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """All token shards and attention shards of one step, for all ranks.
@@ -81,6 +105,7 @@ class Placement:
         token_shards, attention_shards: the two tables.
         planner: who made it.
         skip_reason: why a planner returned the identity, where it did.
+        certificate: lower bound and what binds, from planners that know it. Not part of the identity or of the JSON.
         split: (S,) whether a sequence has shards on several ranks (derived).
     """
 
@@ -91,6 +116,7 @@ class Placement:
     attention_shards: Shards
     planner: str = ""
     skip_reason: str = ""
+    certificate: Certificate | None = None
     split: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,6 +171,8 @@ class Placement:
         ):
             if len(shards) and not 0 <= int(shards.rank.min()) <= int(shards.rank.max()) < self.world_size:
                 raise PlanInvariantError(f"{name} shards name ranks outside 0 to {self.world_size - 1}")
+            if np.any(np.diff(shards.seq) < 0):
+                raise PlanInvariantError(f"{name} shards are not ordered by sequence; build tables with Shards.sorted")
             missing = np.bincount(shards.seq, minlength=len(length)) == 0
             if missing.any():
                 raise PlanInvariantError(
@@ -159,9 +187,10 @@ class Placement:
             if bad.any():
                 at = int(np.argmax(bad))
                 seq, start, stop = int(shards.seq[at]), int(shards.start[at]), int(shards.stop[at])
+                wrong = f"start at {int(expected[at])}" if start != expected[at] else f"end by {int(total[seq])}"
                 raise PlanInvariantError(
                     f"{name} shards of sequence {seq} do not partition [0, {int(total[seq])}): range [{start}, {stop}) "
-                    f"on rank {int(shards.rank[at])} should start at {int(expected[at])}"
+                    f"on rank {int(shards.rank[at])} should {wrong}"
                 )
             if np.any(~first[1:] & (np.diff(shards.rank) == 0)):
                 raise PlanInvariantError(f"neighbouring {name} shards lie on one rank; build tables with Shards.sorted")
@@ -180,6 +209,12 @@ class Placement:
             rows.seq, rows.rank, rows.start * num_heads // self.num_heads, rows.stop * num_heads // self.num_heads
         )
         return replace(self, num_heads=num_heads, attention_shards=scaled)
+
+    def certified(self, certificate: Certificate) -> Self:
+        """The same placement with its certificate."""
+        placement = copy(self)
+        object.__setattr__(placement, "certificate", certificate)
+        return placement
 
     # -- what one rank holds --------------------------------------------------------------------------------------
 
@@ -249,7 +284,7 @@ class Placement:
         try:
             sequences = Sequences(**{n: column(data["sequences"][n], n) for n in ("length", "home", "text_length")})
             tables = [
-                Shards(*np.asarray(data[name], dtype=np.int64).reshape(-1, 4).T)
+                Shards(*(column([row[i] for row in data[name]], name) for i in range(4)))
                 for name in ("token_shards", "attention_shards")
             ]
             placement = cls(
@@ -261,7 +296,7 @@ class Placement:
                 planner=data["planner"],
                 skip_reason=data.get("skip_reason", ""),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, IndexError, TypeError) as error:
             raise PlanError(f"placement JSON is incomplete: {error!r}") from error
         return placement.validate()
 

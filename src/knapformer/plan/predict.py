@@ -104,7 +104,7 @@ def predict(placement: Placement, cluster: Cluster, cost: CostModel, traffic: Tr
     heads = per_rank(rank, (shards.stop[here] - 1) // length - shards.start[here] // length + 1, world_size)
     work = cost.load(placement.tokens(), placement.area(), placement.num_shards())
     total = exact_sum(work)
-    incoming, outgoing, both = _traffic_times(traffic, cluster, cost)
+    incoming, outgoing, both = traffic_times(traffic, cluster, cost)
     exposed = exposed_traffic(
         incoming + outgoing,
         cluster.time(cost.row_key * (placement.area() - split_area)),
@@ -154,14 +154,21 @@ def attention_traffic(placement: Placement) -> Traffic:
     )
 
 
-def _traffic_times(traffic: Traffic, cluster: Cluster, cost: CostModel) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Per rank: time of q, k, v; time of o; time of both together, each the larger of sent and received [tick]."""
+def traffic_times(
+    traffic: Traffic, cluster: Cluster, cost: CostModel, *, copies: int = 1
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Per rank: time of q, k, v; time of o; time of both together, each the larger of sent and received [tick].
+
+    `copies` numbers the ranks of several clusters side by side, for callers that compare placements.
+    """
     crosses = np.flatnonzero(traffic.source != traffic.target)
     source, target = traffic.source[crosses], traffic.target[crosses]
-    price = np.array(row_prices(cluster, cost), dtype=np.int64)[cluster.link_level(source, target)]
+    world_size = cluster.world_size
+    level = cluster.link_level(source % world_size, target % world_size)
+    price = np.array(row_prices(cluster, cost), dtype=np.int64)[level]
     out = traffic.q_rows[crosses] * price
     qkv = out + 2 * traffic.kv_rows[crosses] * price
-    world_size = cluster.world_size
+    world_size *= copies
     qkv_sent, qkv_received = per_rank(source, qkv, world_size), per_rank(target, qkv, world_size)
     out_sent, out_received = per_rank(target, out, world_size), per_rank(source, out, world_size)
     return (

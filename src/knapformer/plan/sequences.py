@@ -68,12 +68,8 @@ class Sequences:
         counts = [len(lens) for lens in seq_lens]
         if text_lens is not None and [len(lens) for lens in text_lens] != counts:
             raise PlanError(f"text_lens must match seq_lens rank by rank; seq_lens has {counts} sequences per rank")
-        length = column([int(x) for lens in seq_lens for x in lens], "length")
-        text = (
-            np.zeros_like(length)
-            if text_lens is None
-            else column([int(x) for t in text_lens for x in t], "text_length")
-        )
+        length = column(_flat(seq_lens), "length")
+        text = np.zeros_like(length) if text_lens is None else column(_flat(text_lens), "text_length")
         return cls(length, column(np.repeat(np.arange(len(counts)), counts), "home"), text)
 
     def __len__(self) -> int:
@@ -110,3 +106,10 @@ class Sequences:
                 f"a sequence has home rank {int(self.home[-1])}, but the cluster has ranks 0 to {world_size - 1}; "
                 "plan with the world size that gathered the lengths"
             )
+
+
+def _flat(per_rank: Sequence[Sequence[int] | Int64Array]) -> list[int] | np.ndarray:
+    """Lengths of all ranks in one list; arrays stay arrays, so that `column` sees their type."""
+    if per_rank and all(isinstance(lens, np.ndarray) for lens in per_rank):
+        return np.concatenate([np.asarray(lens) for lens in per_rank])
+    return [x for lens in per_rank for x in lens]

@@ -54,6 +54,8 @@ def compare_runs(before: RunRecord, after: RunRecord, *, warmup: int = 1) -> Com
             f"runs {before.name!r} and {after.name!r} have {len(before.steps)} and {len(after.steps)} steps; "
             f"expected the same number, above the {warmup} warm-up steps"
         )
+    if before.name == after.name:
+        raise DataError(f"both runs are named {before.name!r}; give the runs of a comparison different names")
     runs = {run.name: run for run in (before, after)}
     timed = {name: run.column("seconds")[warmup:] for name, run in runs.items()}
 
@@ -71,7 +73,7 @@ def compare_runs(before: RunRecord, after: RunRecord, *, warmup: int = 1) -> Com
         modelled_imbalance=modelled,
         speedup=median(ratios),
         ideal_speedup=modelled[before.name],
-        largest_loss_difference=max(abs(a - b) / abs(a) for a, b in losses),
+        largest_loss_difference=max(abs(a - b) / abs(a) if a != b else 0.0 for a, b in losses),
         steps=len(before.steps),
     )
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from knapformer.errors import BackendUnavailableError
+from knapformer.errors import BackendUnavailableError, DataError
 
 BEFORE, AFTER = "#D55E00", "#0072B2"  # Okabe and Ito's palette: distinct to colour-blind readers
 BEFORE_LIGHT, AFTER_LIGHT = "#F2B48A", "#8CBFE0"
@@ -25,10 +25,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Strip frames and write the file; its folder is made."""
+    """Strip frames and write the file; its folder is made. Raises `DataError` if it cannot be written."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=130)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=130)
+    except (ValueError, OSError) as error:
+        raise DataError(f"cannot draw into {str(target)!r}: {error}") from error
     return target

@@ -57,6 +57,7 @@ class RecordWriter:
     def __init__(self, path: str | os.PathLike[str], name: str, config: Mapping[str, Any], device: str = "cpu") -> None:
         self.path, self.name = Path(path), name
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _mend_last_line(self.path)
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="\n")
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         self._write("run", environment=environment(device), command=command, config=dict(config))
@@ -119,6 +120,9 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
             ) from error
         if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("kind") not in ("run", "step"):
             raise DataError(f"{path}, line {number}: not a run record of schema {SCHEMA}")
+        needed = {"name"} | ({"environment", "command", "config"} if record["kind"] == "run" else set())
+        if missing := sorted(needed - record.keys()):
+            raise DataError(f"{path}, line {number}: a run record lacks {', '.join(missing)}")
         name = record["name"]
         if record["kind"] == "run":
             runs[name] = RunRecord(name, {k: record[k] for k in ("environment", "command", "config")})
@@ -127,6 +131,18 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
         else:
             runs[name].steps.append({k: v for k, v in record.items() if k not in ("schema", "kind", "name")})
     return runs
+
+
+def _mend_last_line(path: Path) -> None:
+    """End a file's last line, or drop it if a killed run left it half-written, so that new lines start at their own."""
+    if not path.is_file() or (content := path.read_bytes()).endswith(b"\n") or not content:
+        return
+    last = content.rfind(b"\n") + 1
+    try:
+        json.loads(content[last:])
+        path.write_bytes(content + b"\n")
+    except ValueError:
+        path.write_bytes(content[:last])
 
 
 def _commit() -> str | None:
