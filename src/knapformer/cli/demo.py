@@ -22,7 +22,7 @@ from knapformer.data import build_demo, demo_loader_groups, demo_media_options, 
 from knapformer.plan.planners import BagsPlanner, make_planner
 from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
 from knapformer.train import TrainConfig, Trainer
-from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, RunConfig
+from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
 
 UNBALANCED, BALANCED = "unbalanced", "balanced"
 
@@ -97,7 +97,8 @@ def demo_config(manifest: Path, steps: int) -> TrainConfig:
         fps=media.fps,
         max_frames=media.max_frames,
     )
-    return TrainConfig(data=data, balancer=BalancerConfig(planner="local"), train=RunConfig(steps=steps))
+    model = ModelConfig(width=192, num_heads=4, num_double=2, num_single=4, axes_dims=(16, 16, 16))
+    return TrainConfig(data=data, model=model, balancer=BalancerConfig(planner="local"), train=RunConfig(steps=steps))
 
 
 def _train_both(device: torch.device, config: TrainConfig, balanced: BalancerConfig, record: Path, quiet: bool) -> None:

@@ -5,8 +5,8 @@ are cut-outs at native resolution, so that sizes differ more; the manifest's not
 redistributed: files are copied from the user's own installation, and CREDITS.md, written beside them, has the origin
 and licence of each.
 
-The preset goes with it: two loaders, one with a clip of about 1,900 tokens a step and one with three small pictures,
-so that without balancing the busier of two ranks has about 1.8 times the mean work.
+The preset goes with it: two loaders, one with a clip of about 3,000 tokens a step and one with three small pictures,
+so that without balancing the busier of two ranks has about 1.9 times the mean work.
 """
 
 import json
@@ -126,8 +126,8 @@ def build_demo(folder: str | os.PathLike[str]) -> Manifest:
 
 
 def demo_media_options() -> MediaOptions:
-    """Patches of 16 pixels, frames of at most 224 x 224 pixels (196 tokens), 10 frames a second, at most 20."""
-    return MediaOptions(patch=16, max_pixels=50_176, fps=10, max_frames=20)
+    """Patches of 16 pixels, frames of at most 224 x 224 pixels (196 tokens), 16 frames a second, at most 30."""
+    return MediaOptions(patch=16, max_pixels=50_176, fps=16, max_frames=30)
 
 
 def demo_loader_groups() -> tuple[LoaderGroup, ...]:
