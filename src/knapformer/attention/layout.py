@@ -31,7 +31,8 @@ class Layout:
         sequence_index: (T,) local sequence of each packed token.
         position: (T,) offset of each packed token in its sequence.
         text_index, image_index: packed positions of text and of visual tokens.
-        whole: segments of the whole sequences, the first packed tokens.
+        whole: segments of the whole sequences, the first packed tokens, in two parts: attention of the first hides the
+            sending of q, k, v of split sequences, the second the return of their outputs.
         kernel: name of the attention kernel, None for the device's default.
         split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
     """
@@ -45,7 +46,7 @@ class Layout:
         position: Tensor,
         text_index: Tensor,
         image_index: Tensor,
-        whole: Segments,
+        whole: tuple[Segments, Segments],
         kernel: str | None = None,
         split_attention: Callable[[int], SplitAttention] | None = None,
     ) -> None:
@@ -78,6 +79,9 @@ class Layout:
         position = ranges(start, count)
         is_text = position < np.repeat(placement.sequences.text_length[seq], count)
         whole = count[~placement.split[seq]]
+        area = np.cumsum(whole * whole)
+        # q, k and v are three times the traffic of the outputs, so they get three quarters to hide behind.
+        cut = int(np.searchsorted(area, area[-1] * 3 // 4)) + 1 if split_attention and len(whole) else len(whole)
 
         def tensor(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
@@ -89,7 +93,7 @@ class Layout:
             position=tensor(position),
             text_index=tensor(np.flatnonzero(is_text)),
             image_index=tensor(np.flatnonzero(~is_text)),
-            whole=Segments.of(whole, whole, device),
+            whole=(Segments.of(whole[:cut], whole[:cut], device), Segments.of(whole[cut:], whole[cut:], device)),
             kernel=kernel,
             split_attention=split_attention,
         )
@@ -121,7 +125,7 @@ class Layout:
     @property
     def num_whole_tokens(self) -> int:
         """Packed tokens of whole sequences; those of split ones follow."""
-        return self._whole.num_q
+        return self._whole[0].num_q + self._whole[1].num_q
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -146,10 +150,14 @@ class Layout:
                 f"tokens of this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
             )
         kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype)
+        first, second = self._whole
         if self._split_attention is None:
-            return kernel(q_THK, k_THK, v_THK, self._whole, scale)
-        split, n = self._split_attention(q_THK.shape[1]), self.num_whole_tokens
-        received = split.send(q_THK[n:], k_THK[n:], v_THK[n:])
-        o_whole = kernel(q_THK[:n], k_THK[:n], v_THK[:n], self._whole, scale)
-        o_split = split.give_back(kernel(*received, split.segments, scale), q_THK.shape[1])
-        return torch.cat([o_whole, o_split])
+            return kernel(q_THK, k_THK, v_THK, first, scale)
+        split, a, b = self._split_attention(q_THK.shape[1]), first.num_q, self.num_whole_tokens
+        sent = split.send(q_THK[b:], k_THK[b:], v_THK[b:])
+        o_first = kernel(q_THK[:a], k_THK[:a], v_THK[:a], first, scale)
+        q, k, v = sent.wait()
+        returned = split.give_back(kernel(q, k, v, split.segments, scale))
+        o_second = kernel(q_THK[a:b], k_THK[a:b], v_THK[a:b], second, scale)
+        (o_split,) = returned.wait()
+        return torch.cat([o_first, o_second, split.tokens(o_split)])

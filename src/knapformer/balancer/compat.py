@@ -97,7 +97,7 @@ class OriginalSurface:
             return _int32(step.layout.seq_lens, q), mark(q, step), mark(k, step), mark(v, step)
         q, k, v = (
             x.reshape(x.shape[0] * split.head_group // bag_heads, bag_heads, x.shape[2])
-            for x in split.send(q_THK, k_THK, v_THK)
+            for x in split.send(q_THK, k_THK, v_THK).wait()
         )
         return split.segments.cu_q.diff(), mark(q, step), mark(k, step), mark(v, step)
 
@@ -110,7 +110,7 @@ class OriginalSurface:
             o_LhK = o_LhK.repeat(1, bag_size, 1) if bag_size > 1 else o_LhK
         else:
             rows = o_LhK.reshape(o_LhK.shape[0] * bag_heads // split.head_group, split.head_group, head_dim)
-            o_LhK = split.give_back(rows, bag_heads * bag_size)
+            o_LhK = split.tokens(*split.give_back(rows).wait())
         return _int32(step.layout.seq_lens, o_LhK), mark(o_LhK, step)
 
     def _bag_attention(self, step: "RoutingStep", num_heads: int) -> "SplitAttention | None":

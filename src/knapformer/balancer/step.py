@@ -165,7 +165,7 @@ class RoutingStep:
         table = attention_exchange(self.placement.with_num_heads(num_heads), self.rank, token_major=token_major)
         ranks = self.attention_ranks
         table = replace(table, qkv=table.qkv.narrow(ranks), out=table.out.narrow(ranks))
-        return SplitAttention.of(table, self.attention_group, self.device)
+        return SplitAttention.of(table, num_heads, self.attention_group, self.device)
 
     def bag_attention(self, num_heads: int) -> SplitAttention | None:
         """Split attention whose rows lie (token, head), for `pre_attn`; None if no sequence of the bag is split."""

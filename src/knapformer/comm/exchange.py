@@ -1,12 +1,17 @@
 """The one differentiable collective: rows of any number of tensors of any dtypes, in one all-to-all each way.
 
-Tensors travel as bytes, each with its own dtype, so what arrives is bit-exact. Several tensors lie beside each other
-in a row of the message:
+    start                                         wait
+    tensors --copy--> message --all-to-all- - - --> message --gather--> outputs
+      ^                                                                   |
+      '---------gather-- message <- - - all-to-all-- message <--copy------'   (backward: the same, mirrored)
 
-    x (N, 64) bf16   pos (N, 3) int32   ->   message (rows sent, 128 + 12) uint8
+Each byte is copied once on either side. Work placed between `start` and `wait` runs while the message travels, and
+since autograd runs nodes in reverse order of creation, its backward runs while the gradients travel back.
 
-Gradients take the same path backwards: the adjoint of sending a row to several ranks is adding up what returns.
-A rank joins the backward collective whenever any rank does, also if it sent no row or its own input needs no gradient.
+Tensors lie *beside* each other in a row of the message (they share one table: a token's features), or *stacked*, rows
+after rows (q, k and v of split attention, whose rows go different ways). They travel as raw words, so every dtype
+arrives bit-exact. The adjoint of sending a row to several ranks is adding up what returns. A rank joins the backward
+collective whenever any rank does, also if it sent no row or its own input needs no gradient.
 """
 
 from collections.abc import Sequence
@@ -20,46 +25,79 @@ from torch import Tensor
 from torch.autograd import Function
 
 from knapformer.comm.groups import RankGroup
+from knapformer.comm.message import Format
+from knapformer.errors import PlanInvariantError
 from knapformer.plan import Exchange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceExchange:
-    """An `Exchange` with its index tensors on a device; None stands for an index that would change nothing.
+class Lane:
+    """Where the rows of one tensor lie in the message, before and after it travels.
 
     Attributes:
-        send: (rows sent,) source row of each row sent.
-        arrive: (target rows,) received row of each target row.
-        send_back: (rows received,) target row of each row received: what backward sends.
-        arrive_back: (source rows,) sent row of each source row, where each is sent exactly once.
-        adds_up: whether a source row is sent more than once or never, so that backward must add up by `send`.
+        send: (source rows,) message row of each source row, its first one if it is sent to several ranks.
+        arrive: (target rows,) message row of each target row.
+        again_from, again_to: source row and message row of every further copy of a source row.
+    None stands for an index that takes all rows of the message in order, or for no further copies.
     """
 
     send: Tensor | None
     arrive: Tensor | None
-    send_back: Tensor | None
-    arrive_back: Tensor | None
-    adds_up: bool
+    again_from: Tensor | None
+    again_to: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceExchange:
+    """An `Exchange` with its index tensors on a device.
+
+    Attributes:
+        lanes: one for tensors that lie beside each other; one per tensor for stacked ones.
+        input_split_sizes, output_split_sizes: message rows to and from each rank.
+    """
+
+    lanes: tuple[Lane, ...]
     input_split_sizes: list[int]
     output_split_sizes: list[int]
-    num_source_rows: int
-    num_target_rows: int
 
     @classmethod
-    def of(cls, table: Exchange, device: torch.device) -> Self:
-        bijective = table.is_bijective
-        arrive = _inverse_permutation(table.recv_index)
-        return cls(
-            _index(table.send_index, table.num_source_rows, device),
-            _index(arrive, len(arrive), device),
-            _index(table.recv_index, len(arrive), device),
-            _index(_inverse_permutation(table.send_index), len(table.send_index), device) if bijective else None,
-            not bijective,
-            table.input_split_sizes.tolist(),
-            table.output_split_sizes.tolist(),
-            table.num_source_rows,
-            table.num_target_rows,
-        )
+    def of(
+        cls,
+        table: Exchange,
+        device: torch.device,
+        *,
+        source_rows: tuple[int, ...] = (),
+        target_rows: tuple[int, ...] = (),
+    ) -> Self:
+        """Every source row of `table` must be sent at least once, as all exchanges of a placement do.
+
+        Args:
+            table: one rank's view.
+            device: of the index tensors.
+            source_rows, target_rows: for stacked tensors, the rows of each; they add up to the table's.
+        """
+        num_sent, num_received = len(table.send_index), len(table.recv_index)
+        send = np.empty(table.num_source_rows, dtype=np.int64)
+        send[table.send_index[::-1]] = np.arange(num_sent)[::-1]  # of several copies, the first is written last
+        arrive = np.empty(num_received, dtype=np.int64)
+        arrive[table.recv_index] = np.arange(num_received)
+        is_copy = np.ones(num_sent, dtype=bool)
+        is_copy[send] = False
+        copies = np.flatnonzero(is_copy)
+        copied = table.send_index[copies]
+        lanes, source, target = [], 0, 0
+        for rows, arriving in zip(source_rows or (len(send),), target_rows or (num_received,), strict=True):
+            mine = (copied >= source) & (copied < source + rows)
+            lanes.append(
+                Lane(
+                    _index(send[source : source + rows], num_sent, device),
+                    _index(arrive[target : target + arriving], num_received, device),
+                    torch.from_numpy(copied[mine] - source).to(device) if mine.any() else None,
+                    torch.from_numpy(copies[mine]).to(device) if mine.any() else None,
+                )
+            )
+            source, target = source + rows, target + arriving
+        return cls(tuple(lanes), table.input_split_sizes.tolist(), table.output_split_sizes.tolist())
 
 
 def exchange(
@@ -72,90 +110,163 @@ def exchange(
     """Move rows of `tensors`, each (source rows, ...), to their targets, each (target rows, ...). Collective.
 
     Args:
-        tensors: any dtypes; the same number, dtypes and trailing shapes on every rank.
+        tensors: the same number, dtypes and trailing shapes on every rank. With a table of one lane, any dtypes, one
+            row each per source row; else one tensor per lane, of one dtype and trailing shape.
         table: this rank's view of the exchange.
         group: the ranks of the table.
         differentiable: which tensors take part in the backward exchange; must be equal on all ranks. Default: those
             that require a gradient here, which is right where all ranks run the same model.
     """
+    return start_exchange(tensors, table, group, differentiable=differentiable).wait()
+
+
+def start_exchange(
+    tensors: Sequence[Tensor],
+    table: DeviceExchange,
+    group: RankGroup,
+    *,
+    differentiable: Sequence[bool] | None = None,
+) -> "Transfer":
+    """Send the rows; `Transfer.wait` returns what `exchange` does. Ranks must call it in the same order."""
     wanted = [t.requires_grad for t in tensors] if differentiable is None else list(differentiable)
     joins = torch.is_grad_enabled() and any(wanted)
+    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors))
     # An input of our own makes autograd visit this exchange on every rank, whatever this rank's tensors need.
     anchor = torch.empty(0, device=tensors[0].device, requires_grad=True) if joins else None
-    return list(_Exchange.apply(table, group, wanted if joins else [False] * len(tensors), anchor, *tensors))
+    transfer.token = _Start.apply(transfer, anchor, *tensors)
+    return transfer
 
 
-class _Exchange(Function):
+class Transfer:
+    """One exchange under way, and its way back. Made by `start_exchange`."""
+
+    token: Tensor
+    """Carries the graph from start to wait; has no elements."""
+
+    def __init__(self, table: DeviceExchange, group: RankGroup, tensors: Sequence[Tensor], wanted: list[bool]) -> None:
+        self._table, self._group, self.wanted = table, group, wanted
+        self._like = [(t.dtype, t.shape[1:]) for t in tensors]
+        self._flight: tuple[Any, Tensor, Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The outputs, in the order of the tensors."""
+        return list(_Wait.apply(self, self.token))
+
+    def launch(self, tensors: Sequence[Tensor]) -> None:
+        """Pack source rows and start the all-to-all."""
+        table, format = self._table, self._format(self._like)
+        message = self._pack(tensors, format, [lane.send for lane in table.lanes], table.input_split_sizes)
+        for i, tensor in enumerate(tensors):
+            lane = table.lanes[i % len(table.lanes)]
+            if lane.again_from is not None and lane.again_to is not None:
+                again = format.words(tensor, i).index_select(0, lane.again_from)
+                format.view(message, i).index_copy_(0, lane.again_to, again)
+        self._fly(message, format, table.input_split_sizes, table.output_split_sizes)
+
+    def land(self) -> list[Tensor]:
+        """Wait, and take the target rows out of the message."""
+        return self._unpack(self._format(self._like), [lane.arrive for lane in self._table.lanes])
+
+    def launch_back(self, grads: Sequence[Tensor]) -> None:
+        """`launch` for the gradients of the outputs that take part."""
+        table, format = self._table, self._format(self._joining)
+        message = self._pack(grads, format, [lane.arrive for lane in table.lanes], table.output_split_sizes)
+        self._fly(message, format, table.output_split_sizes, table.input_split_sizes)
+
+    def land_back(self) -> list[Tensor]:
+        """Wait, and add up the gradients of the source rows."""
+        format, lanes = self._format(self._joining), self._table.lanes
+        return self._unpack(format, [lane.send for lane in lanes], add_copies=True)
+
+    @property
+    def _joining(self) -> list[tuple[torch.dtype, torch.Size]]:
+        return [like for like, join in zip(self._like, self.wanted, strict=True) if join]
+
+    def _format(self, like: list[tuple[torch.dtype, torch.Size]]) -> Format:
+        return Format(like, stacked=len(self._table.lanes) > 1)
+
+    def _pack(self, tensors: Sequence[Tensor], format: Format, index: list[Tensor | None], splits: list[int]) -> Tensor:
+        words = [format.words(tensor, i) for i, tensor in enumerate(tensors)]
+        if len(words) == 1 and index[0] is None:
+            return words[0]
+        message = self._group.buffers.take(sum(splits), format, tensors[0].device)
+        for i, rows in enumerate(words):
+            _put(format.view(message, i), index[i % len(index)], rows)
+        return message
+
+    def _fly(self, message: Tensor, format: Format, input_splits: list[int], output_splits: list[int]) -> None:
+        handle = self._group.handle
+        if handle is None:
+            self._flight = (None, message, message)
+            return
+        received = self._group.buffers.take(sum(output_splits), format, message.device)
+        work = dist.all_to_all_single(received, message, output_splits, input_splits, group=handle, async_op=True)
+        self._flight = (work, message, received)
+
+    def _unpack(self, format: Format, index: list[Tensor | None], *, add_copies: bool = False) -> list[Tensor]:
+        if self._flight is None:
+            raise PlanInvariantError("an exchange was waited for twice, or before it was started")
+        (work, sent, received), self._flight = self._flight, None
+        if work is not None:
+            work.wait()
+        outputs = []
+        for i in range(format.num_tensors):
+            rows = _take(format.view(received, i), index[i % len(index)])
+            output = format.restore(rows, i)
+            lane = self._table.lanes[i % len(self._table.lanes)]
+            if add_copies and lane.again_from is not None and lane.again_to is not None:
+                copies = format.restore(format.view(received, i).index_select(0, lane.again_to), i)
+                output = _add_rows(output, lane.again_from, copies)
+            outputs.append(output)
+        self._group.buffers.give(sent)
+        self._group.buffers.give(received)
+        return outputs
+
+
+class _Start(Function):
     @staticmethod
-    def forward(
-        ctx: Any, table: DeviceExchange, group: RankGroup, wanted: list[bool], anchor: Any, *tensors: Tensor
-    ) -> Any:
-        ctx.table, ctx.group, ctx.wanted = table, group, wanted
-        like = [(t.dtype, t.shape[1:]) for t in tensors]
-        ctx.like = [one for one, join in zip(like, wanted, strict=True) if join]
-        received = _all_to_all(
-            _select(_pack(tensors), table.send), table.output_split_sizes, table.input_split_sizes, group
-        )
-        outputs = _unpack(received, like, table.arrive)
-        ctx.mark_non_differentiable(*(o for o, join in zip(outputs, wanted, strict=True) if not join))
+    def forward(ctx: Any, transfer: Transfer, anchor: Tensor | None, *tensors: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.launch(tensors)
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        grads = iter(ctx.transfer.land_back())
+        return None, None, *(next(grads) if join else None for join in ctx.transfer.wanted)
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: Transfer, token: Tensor) -> Any:
+        ctx.transfer = transfer
+        outputs = transfer.land()
+        ctx.mark_non_differentiable(*(o for o, join in zip(outputs, transfer.wanted, strict=True) if not join))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        table: DeviceExchange = ctx.table
-        sent = _pack([g for g, join in zip(grads, ctx.wanted, strict=True) if join])
-        received = _all_to_all(
-            _select(sent, table.send_back), table.input_split_sizes, table.output_split_sizes, ctx.group
-        )
-        if table.adds_up:
-            rows = _unpack(received, ctx.like, None)
-            summed = iter([_add_up(r, table) for r in rows])
-        else:
-            summed = iter(_unpack(received, ctx.like, table.arrive_back))
-        return None, None, None, None, *(next(summed) if join else None for join in ctx.wanted)
+        transfer = ctx.transfer
+        transfer.launch_back([g for g, join in zip(grads, transfer.wanted, strict=True) if join])
+        return None, torch.empty(0, device=grads[0].device)
 
 
-def _all_to_all(rows: Tensor, output_splits: list[int], input_splits: list[int], group: RankGroup) -> Tensor:
-    if group.handle is None:
-        return rows.clone()  # an output never shares memory with an input
-    received = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), output_splits, input_splits, group=group.handle)
-    return received
+def _put(target: Tensor, index: Tensor | None, rows: Tensor) -> None:
+    if index is None:
+        target.copy_(rows)
+    else:
+        target.index_copy_(0, index, rows)
 
 
-def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """(N, ...) tensors -> (N, bytes) uint8."""
-    rows = [t.detach().reshape(len(t), t.shape[1:].numel()).contiguous().view(torch.uint8) for t in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+def _take(source: Tensor, index: Tensor | None) -> Tensor:
+    """Rows in memory of their own."""
+    return source.clone(memory_format=torch.contiguous_format) if index is None else source.index_select(0, index)
 
 
-def _unpack(rows: Tensor, like: list[tuple[torch.dtype, torch.Size]], index: Tensor | None) -> list[Tensor]:
-    """(N, bytes) uint8 -> tensors of the given dtypes and trailing shapes, rows taken in the order of `index`."""
-    widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
-    parts = rows.split(widths, dim=1) if len(like) > 1 else [rows]
-    if len(like) > 1 and index is None:
-        parts = [
-            p.clone(memory_format=torch.contiguous_format) for p in parts
-        ]  # a view could lie unaligned for its dtype
-    parts = [_select(p, index) for p in parts]
-    return [p.flatten().view(dtype).view(len(p), *shape) for p, (dtype, shape) in zip(parts, like, strict=True)]
-
-
-def _add_up(rows: Tensor, table: DeviceExchange) -> Tensor:
-    """Sum returned rows into their source rows; half precision is summed in fp32."""
+def _add_rows(rows: Tensor, index: Tensor, more: Tensor) -> Tensor:
+    """`rows` with `more` added at `index`; half precision is summed in fp32."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros((table.num_source_rows, *rows.shape[1:]), dtype=wide, device=rows.device)
-    return total.index_add_(0, table.send, rows.to(wide)).to(rows.dtype)  # type: ignore[arg-type]
-
-
-def _select(rows: Tensor, index: Tensor | None) -> Tensor:
-    return rows if index is None else rows.index_select(0, index)
-
-
-def _inverse_permutation(index: np.ndarray) -> np.ndarray:
-    inverse = np.empty_like(index)
-    inverse[index] = np.arange(len(index))
-    return inverse
+    return rows.to(wide).index_add_(0, index, more.to(wide)).to(rows.dtype)
 
 
 def _index(index: np.ndarray, num_rows: int, device: torch.device) -> Tensor | None:

@@ -10,12 +10,13 @@ autograd graph at the top level of a script) makes gloo abort the interpreter at
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from knapformer.comm.message import BufferPool
 from knapformer.errors import RankMismatchError, SpecError
 
 
@@ -27,11 +28,13 @@ class RankGroup:
         rank: this process' rank in the group.
         ranks: global rank of each member.
         reference: weak reference to the torch process group; None for a single process.
+        buffers: messages kept for the group's next exchange.
     """
 
     rank: int
     ranks: tuple[int, ...]
     reference: "weakref.ref[Any] | None" = None
+    buffers: BufferPool = field(default_factory=BufferPool, repr=False)
 
     @property
     def handle(self) -> Any:

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from knapformer.errors import SpecError
 from knapformer.plan.bagspec import BagSpec
 from knapformer.plan.planners.bags import BagsPlanner
+from knapformer.plan.planners.balanced import BalancedPlanner
 from knapformer.plan.planners.base import Limits, Planner
+from knapformer.plan.planners.exact import ExactPlanner
 from knapformer.plan.planners.local import LocalPlanner
 
 PLANNERS: dict[str, Callable[..., Planner]] = {
     "local": LocalPlanner,
     "bags": BagsPlanner,
+    "balanced": BalancedPlanner,
+    "exact": ExactPlanner,
 }
 """Name -> constructor. `bags` takes the bag spec; the others take keyword options only."""
 
@@ -31,4 +35,13 @@ def make_planner(name: str, topology: str | BagSpec | None = None) -> Planner:
     return PLANNERS[name]()
 
 
-__all__ = ["PLANNERS", "BagsPlanner", "Limits", "LocalPlanner", "Planner", "make_planner"]
+__all__ = [
+    "PLANNERS",
+    "BagsPlanner",
+    "BalancedPlanner",
+    "ExactPlanner",
+    "Limits",
+    "LocalPlanner",
+    "Planner",
+    "make_planner",
+]

@@ -1,0 +1,196 @@
+"""The default planner: whole where possible, split where needed, level where it counts.
+
+A step is a scheduling problem with two divisible resources, tokens and attention rows, and a reward for keeping both
+of a sequence together: a sequence that is whole costs no communication. Three levels, each with its own rule:
+
+    cluster -> nodes   equal predicted time by whole sequences (`nodes`): links between nodes are slow
+    node -> ranks      equal tokens *and* equal area (`ranks`): links are fast, and then neither memory nor either
+                       phase of a layer waits, whatever the two prices are
+    rank               whole sequences first; token and row shares of split ones fill what is free of each (`fill`)
+
+With that, loads are level by construction, and what is left to minimise is the traffic of the busiest rank. A rank
+with the same part 1/k of tokens and rows of a sequence sends and receives 4 (1 - 1/k) / k of it: so few split sequences
+per rank, long ones on many ranks (`stretch`), cuts at heads (`order`), several variants and the best one (`choose`).
+Where all sequences are small, moving a few is enough (`moves`). Everything is integers, so plans are the same on every
+machine.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from knapformer.errors import PlanError, SpecError
+from knapformer.plan.arrays import Int64Array, exact_sum, exclusive_cumsum
+from knapformer.plan.cluster import Cluster
+from knapformer.plan.cost import CostModel
+from knapformer.plan.metrics import certify
+from knapformer.plan.placement import Placement, Shards
+from knapformer.plan.planners.balanced.choose import share_best
+from knapformer.plan.planners.balanced.fill import Segments, apportion
+from knapformer.plan.planners.balanced.labels import relabel
+from knapformer.plan.planners.balanced.moves import few_moves
+from knapformer.plan.planners.balanced.nodes import Pieces, assign_nodes
+from knapformer.plan.planners.balanced.ranks import Line, Shares
+from knapformer.plan.planners.base import Limits
+from knapformer.plan.predict import predict
+from knapformer.plan.sequences import Sequences
+
+Level = Literal["both", "time"]
+
+MAX_AREA = 1 << 62
+"""Most attention area of a step, so that sums over the cluster fit 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedPlanner:
+    """Places tokens and attention rows of every sequence so that the slowest rank's predicted step is least.
+
+    Attributes:
+        level: what is level across nodes: "time" (predicted time) or "both" (tokens and area, no prices needed);
+            None for "time" where the cost model has prices for both kinds of work, else "both".
+        tolerance: a step whose ranks at home are level to within this is left alone [per mille].
+        name: "balanced".
+    """
+
+    level: Level | None = None
+    tolerance: int = 1
+    name: str = "balanced"
+
+    def __post_init__(self) -> None:
+        if self.level not in (None, "both", "time"):
+            raise SpecError(f"level is {self.level!r}; allowed are 'time', 'both' and None")
+        if self.tolerance < 0:
+            raise SpecError(f"tolerance is {self.tolerance} per mille; it must be 0 or more")
+
+    def __call__(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None
+    ) -> Placement:
+        """Raises `PlanError` if no placement keeps the limits; the message names the smallest cap that one does."""
+        sequences.check_world(cluster.world_size)
+        cap = None if limits is None else limits.max_tokens_per_rank
+        _check(sequences, cluster, cost, cap)
+        work = cost.work(sequences.length)
+        total = exact_sum(work)
+        both = self._levels_both(cost)
+        placement, traffic = self._skip(sequences, cluster, cost, work, total, cap), 0
+        if placement is None and cap is None and not both:
+            placement = few_moves(sequences, cluster, cost, work, self.name)
+            traffic = int(predict(placement, cluster, cost).traffic.max()) if placement is not None else 0
+        if placement is None:
+            pieces = assign_nodes(sequences, cluster, cost, work, total)
+            line = _budgets(pieces, sequences.length[pieces.seq], cluster, cap, both=both)
+            most = int(line.tokens.max())
+            independent = not both and (cap is None or most < cap)
+            refine = not both and (cap is None or most + (most >> 9) < cap)
+            length = sequences.length[pieces.seq]
+            shares, traffic = share_best(pieces, length, line, cluster, cost, independent=independent, refine=refine)
+            placement = _placement(sequences, cluster, cost, pieces, shares, self.name)
+        certificate = certify(placement, cluster, cost, total_work=total, traffic=traffic, cap=cap)
+        return placement.certified(certificate)
+
+    def _levels_both(self, cost: CostModel) -> bool:
+        if self.level is None:
+            return cost.token == 0 or cost.row_key == 0
+        return self.level == "both"
+
+    def _skip(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, work: Int64Array, total: int, cap: int | None
+    ) -> Placement | None:
+        """The identity, if it is good enough."""
+        load = np.zeros(cluster.world_size, dtype=np.int64)
+        np.add.at(load, sequences.home, work)
+        worst, mean = int(cluster.time(load).max()), cluster.mean_time(total)
+        if cluster.world_size == 1 or not len(sequences):
+            reason = "there is nothing to balance"
+        elif worst * 1000 <= mean * (1000 + self.tolerance):
+            reason = f"ranks are level to {self.tolerance} per mille at home"
+        else:
+            return None
+        if cap is not None and int(sequences.tokens_at_home(cluster.world_size).max()) > cap:
+            return None
+        return Placement.whole(
+            sequences,
+            sequences.home,
+            world_size=cluster.world_size,
+            num_heads=cost.num_heads,
+            planner=self.name,
+            skip_reason=reason,
+        )
+
+
+def _check(sequences: Sequences, cluster: Cluster, cost: CostModel, cap: int | None) -> None:
+    """Raise `PlanError` for what cannot be planned."""
+    total = sequences.num_tokens
+    least = -(-total // cluster.world_size)
+    if cap is not None and cap < least:
+        raise PlanError(
+            f"max_tokens_per_rank {cap} cannot hold {total} tokens on {cluster.world_size} ranks; the smallest "
+            f"feasible cap is {least}; raise it, or give each step fewer tokens"
+        )
+    longest = int(sequences.length.max(initial=0))
+    most = longest * longest * max(cost.num_heads, cost.row_key * cost.num_heads) * 2
+    if most >= MAX_AREA or exact_sum(sequences.length * sequences.length) * cost.num_heads >= MAX_AREA:
+        raise PlanError(
+            f"sequences of up to {longest} tokens with {cost.num_heads} heads have more attention work than 64 bits "
+            "can count; the planner takes steps of at most 2**62 rows times keys, or ticks for one sequence"
+        )
+
+
+def _budgets(pieces: Pieces, length: Int64Array, cluster: Cluster, cap: int | None, *, both: bool) -> Line:
+    """What each rank shall hold: its share, by speed, of its node's tokens and area (of the cluster's if `both`)."""
+    sizes = np.array(cluster.node_sizes, dtype=np.int64)
+    first = np.append(exclusive_cumsum(sizes), cluster.world_size)
+    group = np.zeros_like(cluster.node_of) if both else cluster.node_of
+    num_groups = 1 if both else len(sizes)
+    tokens, area = np.zeros(num_groups, dtype=np.int64), np.zeros(num_groups, dtype=np.int64)
+    piece_group = np.zeros_like(pieces.node) if both else pieces.node
+    np.add.at(tokens, piece_group, pieces.num_tokens)
+    np.add.at(area, piece_group, pieces.num_rows * length)
+    speed = cluster.speed
+    rank_tokens = apportion(tokens, speed, group, num_groups)
+    if cap is not None:
+        rank_tokens = _capped(rank_tokens, cap)
+    return Line(cluster.node_of, first, rank_tokens, apportion(area, speed, group, num_groups))
+
+
+def _capped(tokens: Int64Array, cap: int) -> Int64Array:
+    """Budgets of at most `cap` with the same sum: what is above goes to the others, level by level."""
+    budget, excess = np.minimum(tokens, cap), int(np.maximum(tokens - cap, 0).sum())
+    while excess:
+        open_ranks = np.flatnonzero(budget < cap)
+        each, rest = divmod(excess, len(open_ranks))
+        more = np.full(len(open_ranks), each, dtype=np.int64)
+        more[:rest] += 1
+        more = np.minimum(more, cap - budget[open_ranks])
+        budget[open_ranks] += more
+        excess -= int(more.sum())
+    return budget
+
+
+def _placement(
+    sequences: Sequences, cluster: Cluster, cost: CostModel, pieces: Pieces, shares: Shares, name: str
+) -> Placement:
+    whole = np.flatnonzero(shares.whole >= 0)
+    seq, rank = pieces.seq, np.concatenate((shares.whole[whole], shares.tokens.bin))
+    seqs = np.concatenate((seq[whole], seq[shares.tokens.item]))
+    counts = np.concatenate((pieces.num_tokens[whole], shares.tokens.num))
+    names = relabel(cluster, sequences.home[seqs], rank, counts)
+
+    def table(start: Int64Array, count: Int64Array, cuts: Segments) -> Shards:
+        begin = start[cuts.item] + cuts.start
+        return Shards.sorted(
+            np.concatenate((seq[whole], seq[cuts.item])),
+            names[np.concatenate((shares.whole[whole], cuts.bin))],
+            np.concatenate((start[whole], begin)),
+            np.concatenate(((start + count)[whole], begin + cuts.num)),
+        )
+
+    return Placement(
+        sequences,
+        cluster.world_size,
+        cost.num_heads,
+        table(pieces.token, pieces.num_tokens, shares.tokens),
+        table(pieces.row, pieces.num_rows, shares.rows),
+        name,
+    )

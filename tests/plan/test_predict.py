@@ -1,0 +1,116 @@
+"""Predicted step: hand-computed traffic, overlap, speeds, and the figures that metrics report."""
+
+import numpy as np
+import pytest
+
+from knapformer.errors import SpecError
+from knapformer.plan import Cluster, CostModel, Links, Placement, Sequences, Shards, make_planner, measure
+from knapformer.plan.metrics import lower_bound, rank_loads
+from knapformer.plan.predict import exposed_traffic, predict, row_prices
+
+COST = CostModel(num_heads=4, token=1000, row_key=10, head_dim=8)
+LINKS = Links(intra_node=16e15, inter_node=2e15, element_bytes=2)  # a row of 16 bytes: 1 tick inside a node, 8 across
+
+
+def halves(length: int = 10) -> Placement:
+    """One sequence, tokens and heads in two halves on ranks 0 and 1."""
+    seqs = Sequences.from_ranks([[length], []])
+    rows = 4 * length
+    return Placement(
+        seqs,
+        2,
+        4,
+        Shards.sorted([0, 0], [0, 1], [0, length // 2], [length // 2, length]),
+        Shards.sorted([0, 0], [0, 1], [0, rows // 2], [rows // 2, rows]),
+    ).validate()
+
+
+@pytest.mark.parametrize(("ranks_per_node", "price"), [(2, 1), (1, 8)])
+def test_traffic_of_two_halves(ranks_per_node: int, price: int) -> None:
+    prediction = predict(halves(), Cluster(2, ranks_per_node, LINKS), COST)
+    # q, k, v of 5 tokens and 2 heads go out, 5 tokens' outputs of 2 heads come back: 40 rows each way
+    assert prediction.traffic.tolist() == [40 * price] * 2
+    assert prediction.compute.tolist() == [5 * 1000 + 20 * 10 * 10] * 2
+    assert prediction.ideal == 7000
+    assert prediction.step == 7000 + 40 * price
+    assert prediction.step_over_ideal == pytest.approx(1 + 40 * price / 7000)
+
+
+def test_traffic_is_the_larger_direction_over_the_whole_pass() -> None:
+    seqs = Sequences.from_ranks([[10], []])
+    whole = Shards.sorted([0], [0], [0], [10])
+    moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
+    # rank 0 sends 3 * 40 rows and receives 40; rank 1 the other way round
+    assert predict(moved, Cluster(2, 2, LINKS), COST).traffic.tolist() == [120, 120]
+
+
+def test_link_levels() -> None:
+    links = Links(16e15, 2e15, 2, intra_domain=4e15)
+    cluster = Cluster(5, node_sizes=(2, 1, 2), links=links, nodes_per_domain=2)
+    assert row_prices(cluster, COST) == (1, 4, 8)
+    ranks = np.arange(5)
+    assert cluster.link_level(np.zeros(5, dtype=np.int64), ranks).tolist() == [0, 0, 1, 2, 2]
+    assert Cluster(5, node_sizes=(2, 1, 2)).link_level(np.zeros(5, dtype=np.int64), ranks).tolist() == [0, 0, 2, 2, 2]
+
+
+def test_exposed_traffic() -> None:
+    def exposed(traffic: int, whole: int, split: int, groups: int) -> int:
+        return int(exposed_traffic(*(np.array([x], dtype=np.int64) for x in (traffic, whole, split, groups)))[0])
+
+    assert exposed(100, 100, 0, 1) == 0  # whole work hides it
+    assert exposed(100, 30, 0, 1) == 70
+    assert exposed(100, 0, 1000, 4) == 25  # only the first and the last group's traffic shows
+    assert exposed(1000, 0, 100, 4) == 1000 - 75  # more traffic than there is work
+    assert exposed(100, 10, 1000, 4) == 15
+
+
+def test_overlap_never_exceeds_no_overlap_and_never_beats_compute() -> None:
+    for price in (1, 8):
+        prediction = predict(halves(), Cluster(2, 2 if price == 1 else 1, LINKS), COST)
+        assert int(prediction.compute.max()) <= prediction.step_overlap <= prediction.step
+        assert prediction.step_overlap < prediction.step  # two head groups: half of it shows at most
+
+
+def test_speeds() -> None:
+    cluster = Cluster(2, speeds=(500, 2000))
+    assert cluster.time(np.array([10, 10])).tolist() == [20, 5]
+    assert cluster.time(np.array([1, 1])).tolist() == [2, 1]  # rounded up
+    assert cluster.mean_time(25) == 10
+    assert Cluster(2, speeds=(1000, 1000)) == Cluster(2)
+    placement = halves()
+    assert rank_loads(placement, COST, cluster).tolist() == [14000, 3500]
+    assert lower_bound(placement.sequences, cluster, COST) == 5600
+    assert measure(placement, cluster, COST).time_imbalance == pytest.approx(14000 / 5600)
+
+
+@pytest.mark.parametrize("speeds", [(1,), (0, 1), (1, 2_000_000), (1.0, 1)])
+def test_bad_speeds(speeds: tuple) -> None:
+    with pytest.raises(SpecError, match="speed"):
+        Cluster(2, speeds=speeds)
+
+
+def test_bad_domains() -> None:
+    with pytest.raises(SpecError, match="nodes_per_domain is 0"):
+        Cluster(2, nodes_per_domain=0)
+    with pytest.raises(SpecError, match="positive bandwidth"):
+        Links(intra_domain=0.0)
+
+
+def test_metrics_report_the_prediction() -> None:
+    metrics = measure(halves(), Cluster(2, 2, LINKS), COST)
+    assert metrics.step_over_ideal == pytest.approx(1 + 40 / 7000)
+    assert 1 < metrics.step_over_ideal_overlap < metrics.step_over_ideal
+
+
+def test_uniform_bag_costs_what_the_formula_says() -> None:
+    """L tokens on g ranks alike: 4 L (1 - 1/g) / g tokens of traffic for each."""
+    seqs, cost = Sequences.from_ranks([[4096], [], [], []]), CostModel.from_shapes(3072, 24)
+    prediction = predict(make_planner("bags", "g4n1")(seqs, Cluster(4), cost), Cluster(4), cost)
+    seconds = 4 * 4096 * (3 / 4) / 4 * 3072 * 2 / 300e9
+    np.testing.assert_allclose(prediction.traffic, seconds * 1e15, rtol=1e-6)
+
+
+def test_nothing_to_do() -> None:
+    seqs = Sequences.from_ranks([[], []])
+    metrics = measure(make_planner("local")(seqs, Cluster(2), COST), Cluster(2), COST)
+    assert metrics.step_over_ideal == metrics.step_over_ideal_overlap == 1.0
