@@ -140,58 +140,68 @@ def start_exchange(
 class Transfer:
     """One exchange under way, and its way back. Made by `start_exchange`."""
 
-    token: Tensor
-    """Carries the graph from start to wait; has no elements."""
-
     def __init__(self, table: DeviceExchange, group: RankGroup, tensors: Sequence[Tensor], wanted: list[bool]) -> None:
-        self._table, self._group, self.wanted = table, group, wanted
-        self._like = [(t.dtype, t.shape[1:]) for t in tensors]
+        self.wanted = wanted
+        self.token: Tensor | None = None  # carries the graph from start to wait; has no elements
+        self._group = group
+        self._splits = table.input_split_sizes, table.output_split_sizes
+        like = [(t.dtype, t.shape[1:]) for t in tensors]
+        lanes = [table.lanes[i % len(table.lanes)] for i in range(len(tensors))]
+        self._out = lanes, Format(like, stacked=len(table.lanes) > 1)
+        joins = [i for i, join in enumerate(wanted) if join]
+        self._back = [lanes[i] for i in joins], Format([like[i] for i in joins], stacked=len(table.lanes) > 1)
         self._flight: tuple[Any, Tensor, Tensor] | None = None
 
     def wait(self) -> list[Tensor]:
-        """The outputs, in the order of the tensors."""
-        return list(_Wait.apply(self, self.token))
+        """The outputs, in the order of the tensors. Once only."""
+        token, self.token = self.token, None  # not kept: the graph refers to this transfer
+        return list(_Wait.apply(self, token))
 
     def launch(self, tensors: Sequence[Tensor]) -> None:
         """Pack source rows and start the all-to-all."""
-        table, format = self._table, self._format(self._like)
-        message = self._pack(tensors, format, [lane.send for lane in table.lanes], table.input_split_sizes)
-        for i, tensor in enumerate(tensors):
-            lane = table.lanes[i % len(table.lanes)]
+        lanes, format = self._out
+        message = self._pack(tensors, format, [lane.send for lane in lanes], self._splits[0])
+        for i, (tensor, lane) in enumerate(zip(tensors, lanes, strict=True)):
             if lane.again_from is not None and lane.again_to is not None:
                 again = format.words(tensor, i).index_select(0, lane.again_from)
                 format.view(message, i).index_copy_(0, lane.again_to, again)
-        self._fly(message, format, table.input_split_sizes, table.output_split_sizes)
+        self._fly(message, format, *self._splits)
 
     def land(self) -> list[Tensor]:
         """Wait, and take the target rows out of the message."""
-        return self._unpack(self._format(self._like), [lane.arrive for lane in self._table.lanes])
+        lanes, format = self._out
+        received = self._receive()
+        outputs = [format.take(received, i, lane.arrive) for i, lane in enumerate(lanes)]
+        self._group.buffers.give(received)
+        return outputs
 
     def launch_back(self, grads: Sequence[Tensor]) -> None:
         """`launch` for the gradients of the outputs that take part."""
-        table, format = self._table, self._format(self._joining)
-        message = self._pack(grads, format, [lane.arrive for lane in table.lanes], table.output_split_sizes)
-        self._fly(message, format, table.output_split_sizes, table.input_split_sizes)
+        lanes, format = self._back
+        message = self._pack(grads, format, [lane.arrive for lane in lanes], self._splits[1])
+        self._fly(message, format, *reversed(self._splits))
 
     def land_back(self) -> list[Tensor]:
         """Wait, and add up the gradients of the source rows."""
-        format, lanes = self._format(self._joining), self._table.lanes
-        return self._unpack(format, [lane.send for lane in lanes], add_copies=True)
+        lanes, format = self._back
+        received = self._receive()
+        grads = []
+        for i, lane in enumerate(lanes):
+            grad = format.take(received, i, lane.send)
+            if lane.again_from is not None:
+                grad = _add_rows(grad, lane.again_from, format.take(received, i, lane.again_to))
+            grads.append(grad)
+        self._group.buffers.give(received)
+        return grads
 
-    @property
-    def _joining(self) -> list[tuple[torch.dtype, torch.Size]]:
-        return [like for like, join in zip(self._like, self.wanted, strict=True) if join]
-
-    def _format(self, like: list[tuple[torch.dtype, torch.Size]]) -> Format:
-        return Format(like, stacked=len(self._table.lanes) > 1)
-
-    def _pack(self, tensors: Sequence[Tensor], format: Format, index: list[Tensor | None], splits: list[int]) -> Tensor:
-        words = [format.words(tensor, i) for i, tensor in enumerate(tensors)]
-        if len(words) == 1 and index[0] is None:
-            return words[0]
+    def _pack(
+        self, tensors: Sequence[Tensor], format: Format, index: Sequence[Tensor | None], splits: list[int]
+    ) -> Tensor:
+        if len(tensors) == 1 and index[0] is None:
+            return format.words(tensors[0], 0)  # already the message
         message = self._group.buffers.take(sum(splits), format, tensors[0].device)
-        for i, rows in enumerate(words):
-            _put(format.view(message, i), index[i % len(index)], rows)
+        for i, tensor in enumerate(tensors):
+            format.put(message, i, index[i], tensor)
         return message
 
     def _fly(self, message: Tensor, format: Format, input_splits: list[int], output_splits: list[int]) -> None:
@@ -203,24 +213,15 @@ class Transfer:
         work = dist.all_to_all_single(received, message, output_splits, input_splits, group=handle, async_op=True)
         self._flight = (work, message, received)
 
-    def _unpack(self, format: Format, index: list[Tensor | None], *, add_copies: bool = False) -> list[Tensor]:
+    def _receive(self) -> Tensor:
+        """The message that arrived; valid until its buffer is given back."""
         if self._flight is None:
             raise PlanInvariantError("an exchange was waited for twice, or before it was started")
         (work, sent, received), self._flight = self._flight, None
         if work is not None:
             work.wait()
-        outputs = []
-        for i in range(format.num_tensors):
-            rows = _take(format.view(received, i), index[i % len(index)])
-            output = format.restore(rows, i)
-            lane = self._table.lanes[i % len(self._table.lanes)]
-            if add_copies and lane.again_from is not None and lane.again_to is not None:
-                copies = format.restore(format.view(received, i).index_select(0, lane.again_to), i)
-                output = _add_rows(output, lane.again_from, copies)
-            outputs.append(output)
-        self._group.buffers.give(sent)
-        self._group.buffers.give(received)
-        return outputs
+            self._group.buffers.give(sent)
+        return received
 
 
 class _Start(Function):
@@ -238,7 +239,7 @@ class _Start(Function):
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, token: Tensor) -> Any:
+    def forward(ctx: Any, transfer: Transfer, token: Tensor | None) -> Any:
         ctx.transfer = transfer
         outputs = transfer.land()
         ctx.mark_non_differentiable(*(o for o, join in zip(outputs, transfer.wanted, strict=True) if not join))
@@ -249,18 +250,6 @@ class _Wait(Function):
         transfer = ctx.transfer
         transfer.launch_back([g for g, join in zip(grads, transfer.wanted, strict=True) if join])
         return None, torch.empty(0, device=grads[0].device)
-
-
-def _put(target: Tensor, index: Tensor | None, rows: Tensor) -> None:
-    if index is None:
-        target.copy_(rows)
-    else:
-        target.index_copy_(0, index, rows)
-
-
-def _take(source: Tensor, index: Tensor | None) -> Tensor:
-    """Rows in memory of their own."""
-    return source.clone(memory_format=torch.contiguous_format) if index is None else source.index_select(0, index)
 
 
 def _add_rows(rows: Tensor, index: Tensor, more: Tensor) -> Tensor:

@@ -25,18 +25,12 @@ class Format:
     def __init__(self, like: Sequence[tuple[torch.dtype, torch.Size]], *, stacked: bool) -> None:
         self._like = like
         widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
-        starts = [0] * len(widths)
-        if not stacked:
-            for i in range(1, len(widths)):
-                starts[i] = starts[i - 1] + -(-widths[i - 1] // 8) * 8
+        padded = [width if stacked or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
+        starts = [0] * len(widths) if stacked else [sum(padded[:i]) for i in range(len(widths))]
         self._spans = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
-        row = starts[-1] + widths[-1]
-        size, self.word = _widest_word(row if stacked or len(widths) == 1 else -(-row // 8) * 8)
-        self.width = -(-row // size)
-
-    @property
-    def num_tensors(self) -> int:
-        return len(self._like)
+        row = max((start + width for start, width in zip(starts, padded, strict=True)), default=0)
+        size, self.word = _widest_word(row)
+        self.width = row // size
 
     def view(self, message: Tensor, i: int) -> Tensor:
         """The columns of tensor `i` in a (rows, width) message, as words."""
@@ -48,15 +42,24 @@ class Format:
         """A tensor as (rows, words), without a copy where it is contiguous and aligned."""
         width = self._spans[i][1] - self._spans[i][0]
         size, word = _widest_word(width)
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.detach().contiguous().flatten()
         if flat.storage_offset() * flat.dtype.itemsize % size:
             flat = flat.clone()
         return flat.view(word).view(len(tensor), width // size)
 
-    def restore(self, words: Tensor, i: int) -> Tensor:
-        """The tensor whose contiguous words these are."""
+    def put(self, message: Tensor, i: int, index: Tensor | None, tensor: Tensor) -> None:
+        """Copy tensor `i` into the message: its rows to those in `index`, or to all in order."""
+        if index is None:
+            self.view(message, i).copy_(self.words(tensor, i))
+        else:
+            self.view(message, i).index_copy_(0, index, self.words(tensor, i))
+
+    def take(self, message: Tensor, i: int, index: Tensor | None) -> Tensor:
+        """Tensor `i` with the rows in `index`, or all in order, in memory of its own."""
+        view = self.view(message, i)
+        rows = view.clone(memory_format=torch.contiguous_format) if index is None else view.index_select(0, index)
         dtype, shape = self._like[i]
-        return words.flatten().view(dtype).view(len(words), *shape)
+        return rows.flatten().view(dtype).view(len(rows), *shape)
 
 
 class BufferPool:
