@@ -153,11 +153,18 @@ class Layout:
         first, second = self._whole
         if self._split_attention is None:
             return kernel(q_THK, k_THK, v_THK, first, scale)
-        split, a, b = self._split_attention(q_THK.shape[1]), first.num_q, self.num_whole_tokens
-        sent = split.send(q_THK[b:], k_THK[b:], v_THK[b:])
-        o_first = kernel(q_THK[:a], k_THK[:a], v_THK[:a], first, scale)
+        split = self._split_attention(q_THK.shape[1])
+        if self.num_whole_tokens == 0:
+            q, k, v = split.send(q_THK, k_THK, v_THK).wait()
+            (o,) = split.give_back(kernel(q, k, v, split.segments, scale)).wait()
+            return split.tokens(o)
+        rows = first.num_q, second.num_q, self.num_tokens - self.num_whole_tokens
+        # One split each: slices would fill and add up whole-size gradients.
+        (q_1, q_2, q_s), (k_1, k_2, k_s), (v_1, v_2, v_s) = (x.split(rows) for x in (q_THK, k_THK, v_THK))
+        sent = split.send(q_s, k_s, v_s)
+        o_1 = kernel(q_1, k_1, v_1, first, scale)
         q, k, v = sent.wait()
         returned = split.give_back(kernel(q, k, v, split.segments, scale))
-        o_second = kernel(q_THK[a:b], k_THK[a:b], v_THK[a:b], second, scale)
-        (o_split,) = returned.wait()
-        return torch.cat([o_first, o_second, split.tokens(o_split)])
+        o_2 = kernel(q_2, k_2, v_2, second, scale)
+        (o,) = returned.wait()
+        return torch.cat([o_1, o_2, split.tokens(o)])
