@@ -35,6 +35,7 @@ class Layout:
             sending of q, k, v of split sequences, the second the return of their outputs.
         kernel: name of the attention kernel, None for the device's default.
         split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
+        overlap: let traffic of split attention travel behind attention of whole sequences. Changes no result.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Layout:
         whole: tuple[Segments, Segments],
         kernel: str | None = None,
         split_attention: Callable[[int], SplitAttention] | None = None,
+        overlap: bool = True,
     ) -> None:
         self.seq_lens = seq_lens
         self.sequence_ids = sequence_ids
@@ -59,6 +61,7 @@ class Layout:
         self._whole = whole
         self._kernel = kernel
         self._split_attention = split_attention
+        self.overlap = overlap
 
     @classmethod
     def of(
@@ -162,9 +165,11 @@ class Layout:
         # One split each: slices would fill and add up whole-size gradients.
         (q_1, q_2, q_s), (k_1, k_2, k_s), (v_1, v_2, v_s) = (x.split(rows) for x in (q_THK, k_THK, v_THK))
         sent = split.send(q_s, k_s, v_s)
+        received = None if self.overlap else sent.wait()
         o_1 = kernel(q_1, k_1, v_1, first, scale)
-        q, k, v = sent.wait()
+        q, k, v = received or sent.wait()
         returned = split.give_back(kernel(q, k, v, split.segments, scale))
+        outputs = None if self.overlap else returned.wait()
         o_2 = kernel(q_2, k_2, v_2, second, scale)
-        (o,) = returned.wait()
+        (o,) = outputs or returned.wait()
         return torch.cat([o_1, o_2, split.tokens(o)])

@@ -1,0 +1,239 @@
+"""What routing and split attention cost beside the all-to-all they need: time, copied bytes, operations; as run records.
+
+    python benchmarks/data_plane.py --ranks 4 8 -o benchmarks/results/data-plane-cpu.jsonl
+
+For each call (route, reverse route, attend without its kernel), forward and backward: CPU seconds of this rank's
+process, against a bare `all_to_all_single` of the same bytes and against a straight implementation (`straight.py`).
+Calls alternate within a repetition; figures are medians over repetitions, then means over ranks. Copies count each byte
+written by an operation that copies; the bound is one write into the message and one out of it. gloo on one machine: CPU
+figures, not those of a network.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.straight import StraightBags
+from knapformer import BagSpec, SequenceBalancer
+from knapformer.attention import Segments, register_kernel
+from knapformer.report import RecordWriter
+
+WIDTH, HEADS = 512, 8
+COPYING = {"index_select", "index_copy_", "copy_", "cat", "clone", "index", "index_add_", "_to_copy", "add", "zeros"}
+VIEWS = {"view", "detach", "split", "split_with_sizes", "narrow", "slice", "alias", "unsqueeze", "transpose", "empty"}
+
+
+class _NoKernel(torch.autograd.Function):
+    """Stands for the attention kernel at no cost: the queries are the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.zeros = torch.zeros_like(k) if "zeros" not in _cache else _cache["zeros"]
+        ctx.like = k.shape
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], _zeros(ctx.like, grads[0]), _zeros(ctx.like, grads[0])
+
+
+_cache: dict[Any, Tensor] = {}
+
+
+def _zeros(shape: torch.Size, like: Tensor) -> Tensor:
+    """Zeros that are made once, so that the stand-in costs nothing when timed."""
+    if shape not in _cache:
+        _cache[shape] = torch.zeros(shape, dtype=like.dtype)
+    return _cache[shape]
+
+
+def no_kernel(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, /) -> Tensor:
+    return _NoKernel.apply(q, k, v)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts operations, and the bytes that copying ones write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name not in VIEWS:
+            self.operations += 1
+            if name in COPYING:
+                written = args[2] if name == "index_copy_" and len(args) == 3 else result
+                written = args[3] if name == "index_copy_" else written
+                self.bytes += written.numel() * written.element_size() if isinstance(written, Tensor) else 0
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens a rank")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/data-plane-cpu.jsonl"))
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (ranks, f"{folder}/store", args.tokens, args.repeats, args.output)
+            start_processes(_rank, args=arguments, nprocs=ranks, start_method="spawn")
+
+
+def layouts(ranks: int) -> dict[str, str]:
+    """Planner or bag spec of each case."""
+    specs = {f"bags g{ranks}": f"g{ranks}n1"}
+    if ranks == 8:
+        specs |= {"bags g4": "g4n2", "bags mixed": "g1n2+g2n1+g4n1"}
+    return specs | {"balanced": "auto"}
+
+
+def _rank(rank: int, ranks: int, store: str, tokens: int, repeats: int, output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
+    )
+    register_kernel("none", no_kernel)
+    for name, spec in layouts(ranks).items():
+        config = {"ranks": ranks, "layout": name, "tokens": tokens, "width": WIDTH, "heads": HEADS, "repeats": repeats}
+        figures = measure_layout(spec, tokens, repeats)
+        mean = {call: {k: _mean(v) for k, v in values.items()} for call, values in figures.items()}
+        if rank == 0:
+            with RecordWriter(output, f"data plane, {ranks} ranks, {name}", config, f"cpu x {ranks}, gloo") as writer:
+                for step, (call, values) in enumerate(mean.items()):
+                    writer.step(step, call=call, **values)
+                    print(ranks, name, call, {k: round(v, 5) for k, v in values.items()}, flush=True)
+    dist.destroy_process_group()
+
+
+def measure_layout(spec: str, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Call -> figures, of this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    balancer = SequenceBalancer(spec, kernel="none")
+    lens = _lengths(rank, ranks, tokens)
+    step = balancer.plan_routing(lens, WIDTH)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(sum(lens), WIDTH, generator=generator, requires_grad=True)
+    tags = torch.arange(sum(lens) * 3, dtype=torch.int32).view(-1, 3)
+    here = step.layout.num_tokens
+    y = torch.randn(here, WIDTH, generator=generator, requires_grad=True)
+    qkv = [torch.randn(here, HEADS, WIDTH // HEADS, generator=generator, requires_grad=True) for _ in range(3)]
+    calls: dict[str, dict[str, Callable[[], Tensor]]] = {
+        "route": {"ours": lambda: step.route(x, [tags])[1]},
+        "reverse_route": {"ours": lambda: step.reverse_route(y)[1]},
+        "attend": {"ours": lambda: step.layout.attend(*qkv)},
+    }
+    if spec != "auto":
+        bags = BagSpec.parse(spec).bags()
+        groups = {bag.start: dist.new_group(list(bag)) for bag in bags if len(bag) > 1}
+        straight = StraightBags(step.placement, rank, bags, groups)
+        calls["route"]["straight"] = lambda: straight.route(x, [tags])[0]
+        calls["reverse_route"]["straight"] = lambda: straight.reverse_route(y)
+        calls["attend"]["straight"] = lambda: straight.attend(*qkv, _NoKernel.apply)
+    sent = _bytes_sent(step)
+    figures = {}
+    for call, ways in calls.items():
+        bare = _bare(step, sent[call])
+        _measure_call(ways, bare, 2)  # warm up
+        figures[call] = _measure_call(ways, bare, repeats) | _count(ways, sent[call])
+    return figures
+
+
+def _measure_call(ways: dict[str, Callable[[], Tensor]], bare: Callable[[], None], repeats: int) -> dict[str, float]:
+    """Median CPU seconds of forward and backward of each way, and of the bare all-to-alls of the same bytes."""
+    times: dict[str, list[float]] = {name: [] for way in ways for name in (f"{way}_forward", f"{way}_backward")}
+    times |= {"bare_both": []}
+    for _ in range(repeats):
+        for way, call in ways.items():
+            dist.barrier()
+            start = time.process_time()
+            out = call()
+            middle = time.process_time()
+            out.backward(torch.ones_like(out))
+            times[f"{way}_forward"].append(middle - start)
+            times[f"{way}_backward"].append(time.process_time() - middle)
+        dist.barrier()
+        start = time.process_time()
+        bare()
+        times["bare_both"].append(time.process_time() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def _count(ways: dict[str, Callable[[], Tensor]], sent: tuple[int, int, int]) -> dict[str, float]:
+    """Operations and copied bytes of forward and backward together; the bound is each byte in and out, both ways."""
+    figures: dict[str, float] = {"bytes_bound": 2 * (sent[0] + sent[1])}
+    for way, call in ways.items():
+        with CountCopies() as counted:
+            out = call()
+            out.backward(torch.ones(out.shape))
+        figures |= {f"{way}_operations": counted.operations, f"{way}_copied": counted.bytes}
+    return figures
+
+
+def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
+    """Call -> bytes this rank puts into messages, takes out of them, in one direction, and number of exchanges."""
+    home = int(step.placement.sequences.tokens_at_home(dist.get_world_size())[step.rank])
+    row, tag = WIDTH * 4, 16
+    figures = {
+        "route": (home * (row + tag), step.layout.num_tokens * (row + tag), 1),
+        "reverse_route": (step.layout.num_tokens * row, home * row, 1),
+        "attend": (0, 0, 0),
+    }
+    if step._shares_attention:
+        split = step._split_attention(HEADS)
+        wide = split.head_group * WIDTH // HEADS * 4
+        out, into = sum(split.qkv.input_split_sizes), sum(split.qkv.output_split_sizes)
+        back, home_again = sum(split.out.input_split_sizes), sum(split.out.output_split_sizes)
+        figures["attend"] = ((out + back) * wide, (into + home_again) * wide, 2)
+    return figures
+
+
+def _bare(step: Any, sent: tuple[int, int, int]) -> Callable[[], None]:
+    """All-to-alls of the same bytes there and back (the mean of the ranks, evenly spread), and nothing else."""
+    exchanges = 1 if sent[2] == 1 else 2
+    group = step.group if exchanges == 1 else step.attention_group
+    each = max(1, int(_mean(sent[0])) // group.size // 4 // exchanges)
+    if not sent[2] or group.handle is None:
+        return lambda: None
+    send, receive = torch.zeros(each * group.size), torch.zeros(each * group.size)
+
+    def run() -> None:
+        for _ in range(2 * exchanges):
+            dist.all_to_all_single(receive, send, group=group.handle)
+
+    return run
+
+
+def _lengths(rank: int, ranks: int, tokens: int) -> list[int]:
+    """About `tokens` a rank: a few long sequences, many short ones; ranks differ."""
+    if rank % 4 == 0:
+        return [tokens]
+    if rank % 4 == 1:
+        return [tokens * 3 // 8] * 3
+    return [tokens // 20 + 7 * i for i in range(16)]
+
+
+def _mean(value: float) -> float:
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
