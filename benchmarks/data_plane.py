@@ -1,4 +1,4 @@
-"""What routing and split attention cost beside the all-to-all they need: time, copied bytes, operations; as run records.
+"""What routing and split attention cost beside the all-to-all they need: time, copies, operations; as run records.
 
     python benchmarks/data_plane.py --ranks 4 8 -o benchmarks/results/data-plane-cpu.jsonl
 
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.straight import StraightBags
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.straight import StraightBags
 from knapformer import BagSpec, SequenceBalancer
 from knapformer.attention import Segments, register_kernel
 from knapformer.report import RecordWriter

@@ -1,4 +1,4 @@
-"""The straight way to route and to share attention, to measure ours against: chunks in lists, dictionaries, split and cat.
+"""The straight way to route and to share attention, to measure ours against: lists of chunks, split and cat.
 
 Written as a first version usually is (and much as the published original works): every call walks Python lists of
 chunks, splits tensors, concatenates buffers per destination, runs an all-to-all on a flat buffer, splits what arrived,
