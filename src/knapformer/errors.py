@@ -10,7 +10,8 @@ that fits its kind, so that code which knows nothing of this library still catch
     |- DataError(ValueError)                  a manifest, trace, image or clip that cannot be used
     |- BackendUnavailableError(ImportError)   an optional package or kernel that is not there
     |- RankMismatchError(RuntimeError)        ranks that disagree
-    `- PlanInvariantError(AssertionError)     a plan that breaks a promise: a defect, of ours or of a custom planner
+    |- PlanInvariantError(AssertionError)     a plan that breaks a promise: a defect, of ours or of a custom planner
+    `- KernelConformanceError(AssertionError) an attention kernel that breaks its contract
 
 A message says what is wrong, the value, what is allowed, and what to do. The module imports nothing.
 """
@@ -19,6 +20,7 @@ __all__ = [
     "BackendUnavailableError",
     "CalibrationError",
     "DataError",
+    "KernelConformanceError",
     "KnapFormerError",
     "KnapFormerWarning",
     "PlanError",
@@ -58,6 +60,10 @@ class RankMismatchError(KnapFormerError, RuntimeError):
 
 class PlanInvariantError(KnapFormerError, AssertionError):
     """A placement breaks a promise, such as token conservation. The defect is in a planner, not in the user's input."""
+
+
+class KernelConformanceError(KnapFormerError, AssertionError):
+    """An attention kernel breaks its contract. The message lists what differs, by how much, and what is allowed."""
 
 
 class KnapFormerWarning(UserWarning):

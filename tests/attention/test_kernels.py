@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from knapformer.attention import KERNELS, Segments, choose_kernel, kernels, register_kernel
-from knapformer.attention.kernels import sdpa_loop, varlen
-from knapformer.errors import BackendUnavailableError, SpecError
+from knapformer.attention import KERNELS, Segments, choose_kernel, register_kernel
+from knapformer.attention.conformance import check_attention_kernel
+from knapformer.attention.kernels import flash, flash_attn, flash_attn_3, registry, sdpa, sdpa_loop, varlen
+from knapformer.errors import BackendUnavailableError, KnapFormerWarning, SpecError
 
 CPU = torch.device("cpu")
 
@@ -177,16 +179,174 @@ def test_runs_of_equal_segments(q_lens: list[int], k_lens: list[int], runs: tupl
 @pytest.mark.parametrize(("lens", "calls"), [([5] * 100, 1), ([5, 5, 3, 3, 3, 5], 3), ([1, 2, 3], 3), ([], 0)])
 def test_equal_neighbours_are_one_call(lens: list[int], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    attention = kernels.F.scaled_dot_product_attention
+    attention = sdpa.F.scaled_dot_product_attention
 
     def counted(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         seen.append(tuple(q.shape))
         return attention(q, k, v, **options)
 
-    monkeypatch.setattr(kernels.F, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", counted)
     sdpa_loop(*random_qkv(sum(lens), sum(lens)), Segments.of(lens, lens, CPU))
     assert len(seen) == calls
     assert sum(shape[0] for shape in seen) == len(lens)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "q_rows", "k_rows"),
+    [
+        ([0, 3], [4, 2], [0, 1, 2], [4, 5]),
+        ([2, 0, 0, 5], [2, 4, 4, 5], range(7), [0, 1, 10, 11, 12, 13, 14]),
+        ([1, 2, 4], [0, 3, 0], [1, 2], [0, 1, 2]),
+        ([0, 0], [3, 3], [], []),
+    ],
+)
+def test_segments_with_nothing_to_compute_are_left_out(q_lens, k_lens, q_rows, k_rows) -> None:
+    filled = Segments.of(q_lens, k_lens, CPU).filled
+    assert filled is not None
+    assert (filled.q_index.tolist(), filled.k_index.tolist()) == (list(q_rows), list(k_rows))
+    assert filled.segments.num_q == len(q_rows)
+    assert filled.segments.filled is None
+
+
+@pytest.mark.parametrize("lens", [[], [3], [5, 5, 1]])
+def test_full_segments_are_used_as_they_are(lens: list[int]) -> None:
+    assert Segments.of(lens, lens, CPU).filled is None
+
+
+def test_cudnn_is_left_out_and_the_users_choice_is_kept() -> None:
+    """On CUDA; the flags exist without it."""
+    flags = torch.backends.cuda
+    with sdpa._without_cudnn("cuda"):
+        assert not flags.cudnn_sdp_enabled()
+        assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled() and flags.math_sdp_enabled()
+    with sdpa_kernel(SDPBackend.MATH), sdpa._without_cudnn("cuda"):
+        assert flags.math_sdp_enabled()
+        assert not (flags.cudnn_sdp_enabled() or flags.flash_sdp_enabled() or flags.mem_efficient_sdp_enabled())
+    assert flags.cudnn_sdp_enabled()
+
+
+# -- flash kernels, with the function that does the work replaced by one that runs here ------------------------------
+
+
+class Flash:
+    """Stands for a package's `flash_attn_varlen_func`: attends by SDPA and remembers how it was called."""
+
+    def __init__(self, *, returns_tuple: bool = False) -> None:
+        self.calls: list[dict] = []
+        self.returns_tuple = returns_tuple
+
+    def attend(self, q, k, v, cu_q, cu_k, max_q, max_k, scale, options):
+        self.calls.append({"qkv": (q, k, v), "max": (max_q, max_k), "scale": scale, **options})
+        segments = Segments.of(cu_q.diff().numpy(), cu_k.diff().numpy(), CPU)
+        assert (segments.max_q, segments.max_k) == (max_q, max_k)
+        output = sdpa_loop(q, k, v, segments, scale)
+        return (output, None) if self.returns_tuple else output
+
+    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return self.attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, {"window_size": window_size})
+
+    def with_determinism(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, deterministic=False
+    ):
+        options = {"deterministic": deterministic}
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return self.attend(q, k, v, *ends, softmax_scale, options)
+
+    def without_determinism(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None):
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return self.attend(q, k, v, *ends, softmax_scale, {})
+
+
+FLASH_KERNELS = {"varlen": varlen, "flash_attn": flash_attn, "flash_attn_3": flash_attn_3}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Flash:
+    function = Flash()
+    functions = {"varlen": function.varlen_attn, "flash_attn": function.with_determinism}
+    monkeypatch.setattr(flash, "_loaded", functions | {"flash_attn_3": function.with_determinism})
+    return function
+
+
+@pytest.mark.parametrize("kernel", FLASH_KERNELS.values(), ids=FLASH_KERNELS)
+def test_flash_kernels_hand_over_what_they_are_given(kernel, installed: Flash) -> None:
+    check_attention_kernel(kernel, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", FLASH_KERNELS.values(), ids=FLASH_KERNELS)
+def test_flash_kernels_never_see_an_empty_segment(kernel, installed: Flash) -> None:
+    qkv = random_qkv(5, 9, dim=8)
+    kernel(*qkv, Segments.of([0, 1, 0, 4], [2, 3, 0, 4], CPU), None)
+    kernel(*qkv, Segments.of([0, 5, 0], [0, 0, 9], CPU), None)
+    assert [call["max"] for call in installed.calls] == [(4, 4)]
+    assert [len(x) for x in installed.calls[0]["qkv"]] == [5, 7, 7]
+
+
+@pytest.mark.parametrize("kernel", FLASH_KERNELS.values(), ids=FLASH_KERNELS)
+@pytest.mark.parametrize("dim", [1, 5, 72, 100])
+def test_heads_are_padded_to_16_bytes(kernel, dim: int, installed: Flash) -> None:
+    qkv = random_qkv(9, 9, dim=dim)
+    output = kernel(*qkv, Segments.of([4, 5], [4, 5], CPU), None)
+    assert float((output - naive(*qkv, [4, 5], [4, 5], None)).detach().abs().max()) < 1e-12
+    assert all(x.shape[2] % 8 == 0 for x in installed.calls[0]["qkv"])
+
+
+def test_aligned_views_are_not_copied(installed: Flash) -> None:
+    fused = torch.randn(9, 3, 2, 16)
+    segments = Segments.of([9], [9], CPU)
+    varlen(*fused.unbind(1), segments, None)
+    assert [x.data_ptr() for x in installed.calls[0]["qkv"]] == [x.data_ptr() for x in fused.unbind(1)]
+    odd = torch.randn(9, 3, 2, 19)[..., 1:17]
+    varlen(*odd.unbind(1), segments, None)
+    assert all(x.is_contiguous() for x in installed.calls[1]["qkv"])
+
+
+@pytest.mark.parametrize("kernel", FLASH_KERNELS.values(), ids=FLASH_KERNELS)
+def test_a_head_dim_beyond_256(kernel, installed: Flash) -> None:
+    name = kernel.__name__
+    with pytest.raises(BackendUnavailableError, match=f"'{name}' takes head dims up to 256, got 264; use kernel="):
+        kernel(*random_qkv(3, 3, dim=264), Segments.of([3], [3], CPU), None)
+
+
+def test_a_tuple_is_taken_apart(installed: Flash) -> None:
+    installed.returns_tuple = True
+    qkv = random_qkv(3, 3, dim=8)
+    assert flash_attn_3(*qkv, Segments.of([3], [3], CPU), None).shape == (3, 3, 8)
+
+
+def test_cudnn_is_kept_out_of_newer_varlen(installed: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, segments = random_qkv(9, 12, dim=8), Segments.of([4, 5], [7, 5], CPU)
+    for may, window in ((False, (-1, -1)), (True, (7, 7))):
+        monkeypatch.setattr(flash, "_MAY_USE_CUDNN", may)
+        varlen(*qkv, segments, None)
+        assert installed.calls[-1]["window_size"] == window
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_determinism_is_asked_for(installed: Flash, deterministic: None) -> None:
+    call = random_qkv(3, 3, dim=8), Segments.of([3], [3], CPU)
+    for kernel in (flash_attn, flash_attn_3):
+        for wanted in (False, True):
+            torch.use_deterministic_algorithms(wanted)
+            kernel(*call[0], call[1], None)
+            assert installed.calls[-1]["deterministic"] is wanted
+
+
+def test_determinism_that_a_package_does_not_offer(monkeypatch: pytest.MonkeyPatch, deterministic: None) -> None:
+    monkeypatch.setattr(flash, "_loaded", {"flash_attn": Flash().without_determinism})
+    call = random_qkv(3, 3, dim=8), Segments.of([3], [3], CPU)
+    flash_attn(*call[0], call[1], None)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(BackendUnavailableError, match="'flash_attn': the installed version has no deterministic"):
+        flash_attn(*call[0], call[1], None)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(KnapFormerWarning, match="gradients will differ between runs"):
+        flash_attn(*call[0], call[1], None)
 
 
 # -- choice ---------------------------------------------------------------------------------------------------------
@@ -203,31 +363,77 @@ def test_equal_neighbours_are_one_call(lens: list[int], calls: int, monkeypatch:
         ("sdpa_loop", "cpu", torch.float64, sdpa_loop),
         ("sdpa_loop", "cuda", torch.bfloat16, sdpa_loop),
         ("varlen", "cuda", torch.bfloat16, varlen),
+        ("flash_attn", "cuda", torch.bfloat16, flash_attn),
+        ("flash_attn_3", "cuda", torch.float16, flash_attn_3),
     ],
 )
-def test_choice(name: str | None, device: str, dtype: torch.dtype, kernel) -> None:
+def test_choice(name: str | None, device: str, dtype: torch.dtype, kernel, installed: Flash) -> None:
     assert choose_kernel(name, torch.device(device), dtype) is kernel
 
 
+def test_the_default_takes_every_head_dim() -> None:
+    cuda = torch.device("cuda")
+    assert choose_kernel(None, cuda, torch.bfloat16, head_dim=256) is varlen
+    assert choose_kernel(None, cuda, torch.bfloat16, head_dim=264) is sdpa_loop
+    with pytest.raises(BackendUnavailableError, match="'varlen' takes head dims up to 256, got 264; use kernel="):
+        choose_kernel("varlen", cuda, torch.bfloat16, head_dim=264)
+
+
 def test_an_unknown_kernel() -> None:
-    with pytest.raises(SpecError, match="unknown attention kernel 'flash'; known kernels are sdpa_loop, varlen"):
+    known = "flash_attn, flash_attn_3, sdpa_loop, varlen"
+    with pytest.raises(SpecError, match=f"unknown attention kernel 'flash'; known kernels are {known}"):
         choose_kernel("flash", CPU, torch.float32)
 
 
+@pytest.mark.parametrize("name", FLASH_KERNELS)
 @pytest.mark.parametrize(
     ("device", "dtype"), [("cpu", torch.bfloat16), ("cpu", torch.float32), ("cuda", torch.float32)]
 )
-def test_an_explicit_choice_is_never_replaced(device: str, dtype: torch.dtype) -> None:
-    with pytest.raises(BackendUnavailableError, match=f"'varlen' needs fp16 or bf16 on CUDA, got {dtype} on {device}"):
-        choose_kernel("varlen", torch.device(device), dtype)
+def test_an_explicit_choice_is_never_replaced(name: str, device: str, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        BackendUnavailableError, match=f"'{name}' needs fp16 or bf16 on CUDA, got {dtype} on {device}; use kernel="
+    ):
+        choose_kernel(name, torch.device(device), dtype)
 
 
-def test_varlen_without_the_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels._varlen_attn.cache_clear()
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    with pytest.raises(BackendUnavailableError, match=r"needs torch.nn.attention.varlen of torch 2.11 or newer"):
-        varlen(*random_qkv(3, 3), Segments.of([3], [3], CPU), None)
-    kernels._varlen_attn.cache_clear()
+@pytest.mark.parametrize(
+    ("capability", "default", "refused"),
+    [
+        ((7, 5), sdpa_loop, {"varlen": "8.0 or more", "flash_attn": "8.0 or more", "flash_attn_3": "9.0 or more"}),
+        ((8, 6), varlen, {"flash_attn_3": "9.0 or more"}),
+        ((9, 0), varlen, {}),
+        ((10, 0), varlen, {"flash_attn_3": "up to 9.9"}),
+    ],
+)
+def test_compute_capability(capability, default, refused, installed: Flash, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_capability", lambda index: capability)
+    cuda = torch.device("cuda:0")
+    assert choose_kernel(None, cuda, torch.bfloat16) is default
+    for name, kernel in FLASH_KERNELS.items():
+        if name in refused:
+            with pytest.raises(BackendUnavailableError, match=f"'{name}' needs compute capability {refused[name]}"):
+                choose_kernel(name, cuda, torch.bfloat16)
+        else:
+            assert choose_kernel(name, cuda, torch.bfloat16) is kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "needs"),
+    [
+        ("varlen", "torch.nn.attention.varlen", "torch 2.11 or newer"),
+        ("flash_attn", "flash_attn", "the package flash-attn 2"),
+        ("flash_attn_3", "flash_attn_interface", "the package flash-attn 3"),
+    ],
+)
+def test_a_kernel_whose_package_is_missing(name, module, needs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where it is chosen, and also where it is called."""
+    monkeypatch.setattr(flash, "_loaded", {})
+    monkeypatch.setitem(sys.modules, module, None)
+    message = rf"attention kernel '{name}' needs {module}\.\w+ of {needs}.*ModuleNotFoundError.*use kernel='sdpa_loop'"
+    with pytest.raises(BackendUnavailableError, match=message):
+        choose_kernel(name, torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(BackendUnavailableError, match=message):
+        FLASH_KERNELS[name](*random_qkv(3, 3), Segments.of([3], [3], CPU), None)
 
 
 @pytest.fixture
@@ -245,11 +451,26 @@ def test_registering_a_kernel(spare_name: str) -> None:
         SpecError, match="attention kernel 'kernel of a test' is already registered; choose another name"
     ):
         register_kernel(spare_name, sdpa_loop)
-    assert KERNELS[spare_name] is one_segment
+    assert KERNELS[spare_name].kernel is one_segment
+
+
+def test_a_registered_kernel_says_where_it_runs(spare_name: str) -> None:
+    def load() -> None:
+        raise BackendUnavailableError("no such package")
+
+    register_kernel(spare_name, one_segment, device_types=("cpu",), dtypes=(torch.float32,), max_head_dim=8, load=load)
+    for device, dtype, head_dim, message in (
+        ("cuda", torch.float32, 8, "needs fp32 on cpu, got torch.float32 on cuda"),
+        ("cpu", torch.bfloat16, 8, "needs fp32 on cpu, got torch.bfloat16 on cpu"),
+        ("cpu", torch.float32, 9, "takes head dims up to 8, got 9"),
+        ("cpu", torch.float32, 8, "no such package"),
+    ):
+        with pytest.raises(BackendUnavailableError, match=message):
+            choose_kernel(spare_name, torch.device(device), dtype, head_dim=head_dim)
 
 
 def test_the_built_in_kernels_cannot_be_replaced() -> None:
-    for name in ("sdpa_loop", "varlen"):
+    for name, kernel in (FLASH_KERNELS | {"sdpa_loop": sdpa_loop}).items():
         with pytest.raises(SpecError, match=f"'{name}' is already registered"):
             register_kernel(name, one_segment)
-    assert (KERNELS["sdpa_loop"], KERNELS["varlen"]) == (sdpa_loop, varlen)
+        assert KERNELS[name].kernel is kernel

@@ -42,11 +42,11 @@ def test_tensors_beside_each_other_come_out_as_they_went_in(like, rows, seed):
     format = Format([(t.dtype, t.shape[1:]) for t in tensors], stacked=False)
     message = torch.zeros(rows, format.width, dtype=format.word)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-    for i, tensor in enumerate(tensors):
-        format.put(message, i, order, tensor)
-    for i, tensor in enumerate(tensors):
-        assert bits(format.take(message, i, order)) == bits(tensor)
-        assert bits(format.take(message, i, None)) == bits(tensor[order.argsort()])
+    format.put(message, [order] * len(tensors), tensors)
+    for tensor, taken in zip(tensors, format.take(message, [order] * len(tensors)), strict=True):
+        assert bits(taken) == bits(tensor)
+    for tensor, taken in zip(tensors, format.take(message, [None] * len(tensors)), strict=True):
+        assert bits(taken) == bits(tensor[order.argsort()])
 
 
 def test_the_comparison_can_fail():
@@ -58,8 +58,8 @@ def test_a_tensor_that_begins_between_words_is_carried_too():
     tensor = torch.arange(7, dtype=torch.float32)[1:].view(3, 2)  # 4 bytes into its memory, words of 8
     format = Format([(tensor.dtype, tensor.shape[1:])], stacked=False)
     message = torch.zeros(3, format.width, dtype=format.word)
-    format.put(message, 0, None, tensor)
-    assert torch.equal(format.take(message, 0, None), tensor)
+    format.put(message, [None], [tensor])
+    assert torch.equal(format.take(message, [None])[0], tensor)
 
 
 def test_the_pool_lends_what_it_got_back_and_nothing_else():

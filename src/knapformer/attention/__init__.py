@@ -1,7 +1,7 @@
 """Attention for any placement: kernels behind one signature, the exchange of split sequences, what models see."""
 
 from knapformer.attention.current import attend
-from knapformer.attention.kernels import KERNELS, Kernel, Segments, choose_kernel, register_kernel
+from knapformer.attention.kernels import KERNELS, Kernel, RegisteredKernel, Segments, choose_kernel, register_kernel
 from knapformer.attention.layout import Layout
 from knapformer.attention.split import SplitAttention
 
@@ -9,6 +9,7 @@ __all__ = [
     "KERNELS",
     "Kernel",
     "Layout",
+    "RegisteredKernel",
     "Segments",
     "SplitAttention",
     "attend",

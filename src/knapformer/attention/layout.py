@@ -152,7 +152,7 @@ class Layout:
                 f"attend takes q, k and v of one shape (tokens, heads, head_dim) for the {self.num_tokens} packed "
                 f"tokens of this rank, got {tuple(q_THK.shape)}, {tuple(k_THK.shape)} and {tuple(v_THK.shape)}"
             )
-        kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype)
+        kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype, head_dim=q_THK.shape[2])
         first, second = self._whole
         if self._split_attention is None:
             return kernel(q_THK, k_THK, v_THK, first, scale)

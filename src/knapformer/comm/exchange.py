@@ -171,7 +171,7 @@ class Transfer:
         """Wait, and take the target rows out of the message."""
         lanes, format = self._out
         received = self._receive()
-        outputs = [format.take(received, i, lane.arrive) for i, lane in enumerate(lanes)]
+        outputs = format.take(received, [lane.arrive for lane in lanes])
         self._group.buffers.give(received)
         return outputs
 
@@ -185,12 +185,11 @@ class Transfer:
         """Wait, and add up the gradients of the source rows."""
         lanes, format = self._back
         received = self._receive()
-        grads = []
+        grads = format.take(received, [lane.send for lane in lanes])
         for i, lane in enumerate(lanes):
-            grad = format.take(received, i, lane.send)
-            if lane.again_from is not None:
-                grad = _add_rows(grad, lane.again_from, format.take(received, i, lane.again_to))
-            grads.append(grad)
+            if lane.again_from is not None and lane.again_to is not None:
+                copies = format.view(received, i).index_select(0, lane.again_to)
+                grads[i] = _add_rows(grads[i], lane.again_from, format.restore(copies, i))
         self._group.buffers.give(received)
         return grads
 
@@ -200,8 +199,7 @@ class Transfer:
         if len(tensors) == 1 and index[0] is None:
             return format.words(tensors[0], 0)  # already the message
         message = self._group.buffers.take(sum(splits), format, tensors[0].device)
-        for i, tensor in enumerate(tensors):
-            format.put(message, i, index[i], tensor)
+        format.put(message, index, tensors)
         return message
 
     def _fly(self, message: Tensor, format: Format, input_splits: list[int], output_splits: list[int]) -> None:

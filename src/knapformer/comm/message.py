@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from knapformer.comm.rows_triton import put_all_rows, put_rows, take_all_rows, take_rows
+
 _WORDS = ((8, torch.int64), (4, torch.int32), (1, torch.uint8))  # gloo and NCCL carry all three
 
 
@@ -23,7 +25,7 @@ class Format:
     """
 
     def __init__(self, like: Sequence[tuple[torch.dtype, torch.Size]], *, stacked: bool) -> None:
-        self._like = like
+        self._like, self._stacked = like, stacked
         widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
         padded = [width if stacked or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
         starts = [0] * len(widths) if stacked else [sum(padded[:i]) for i in range(len(widths))]
@@ -47,19 +49,27 @@ class Format:
             flat = flat.clone()
         return flat.view(word).view(len(tensor), width // size)
 
-    def put(self, message: Tensor, i: int, index: Tensor | None, tensor: Tensor) -> None:
-        """Copy tensor `i` into the message: its rows to those in `index`, or to all in order."""
-        if index is None:
-            self.view(message, i).copy_(self.words(tensor, i))
-        else:
-            self.view(message, i).index_copy_(0, index, self.words(tensor, i))
+    def put(self, message: Tensor, indices: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> None:
+        """Copy tensors into the message: the rows of each to those in its index, or to all in order."""
+        words = [self.words(tensor, i) for i, tensor in enumerate(tensors)]
+        if self._stacked:
+            put_all_rows(message, indices, words)
+            return
+        for i, (index, rows) in enumerate(zip(indices, words, strict=True)):
+            put_rows(self.view(message, i), index, rows)
 
-    def take(self, message: Tensor, i: int, index: Tensor | None) -> Tensor:
-        """Tensor `i` with the rows in `index`, or all in order, in memory of its own."""
-        view = self.view(message, i)
-        rows = view.clone(memory_format=torch.contiguous_format) if index is None else view.index_select(0, index)
+    def take(self, message: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor]:
+        """The tensors, each with the rows in its index, or all in order, in memory of their own."""
+        if self._stacked:
+            taken = take_all_rows(message, indices)
+        else:
+            taken = [take_rows(self.view(message, i), index) for i, index in enumerate(indices)]
+        return [self.restore(rows, i) for i, rows in enumerate(taken)]
+
+    def restore(self, words: Tensor, i: int) -> Tensor:
+        """Tensor `i` from its words."""
         dtype, shape = self._like[i]
-        return rows.flatten().view(dtype).view(len(rows), *shape)
+        return words.flatten().view(dtype).view(len(words), *shape)
 
 
 class BufferPool:
