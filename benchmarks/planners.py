@@ -8,15 +8,10 @@ are of this machine's CPU, one core.
 
 import argparse
 import json
-import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +27,7 @@ from knapformer.data.trace import Trace  # noqa: E402
 from knapformer.data.workloads import load_workload  # noqa: E402
 from knapformer.errors import KnapFormerError  # noqa: E402
 from knapformer.plan import PLANNERS, BagSpec, Cluster, CostModel, Placement, Sequences, make_planner, measure  # noqa: E402
+from knapformer.report import environment  # noqa: E402
 
 SCHEMA = 1
 TRACES = (
@@ -55,8 +51,11 @@ Plan = Callable[[Sequences, Cluster, CostModel], Placement]
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
+    if args.table:
+        print(render_table(args.output))
+        return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    common = {"schema": SCHEMA, "kind": "planners", **environment(), "command": _command(argv)}
+    common = {"schema": SCHEMA, "kind": "planners", "environment": environment(), "command": _command(argv)}
     with args.output.open("a") as file:
         for name in args.traces:
             trace = load_workload(name)
@@ -67,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 else:
                     outcome = compare(planner, trace, steps)
                 record = {
-                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
                     **common,
                     "trace": trace.name,
                     "world_size": trace.world_size,
@@ -123,17 +121,6 @@ def best_bags(sequences: Sequences, cluster: Cluster, cost: CostModel) -> Placem
     return min(placements, key=lambda placement: measure(placement, cluster, cost).step_over_ideal)
 
 
-def environment() -> dict[str, Any]:
-    """Versions, commit and machine."""
-    versions = {"python": platform.python_version()}
-    for package in ("knapformer", "numpy", "highspy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {"versions": versions, "commit": _commit(), "machine": {"cpu": _cpu_model(), "cores": cpu_count()}}
-
-
 def summary(record: dict[str, Any]) -> str:
     """One line for the terminal."""
     head = f"{record['trace']:16s} {record['planner']:16s} "
@@ -149,6 +136,38 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
+def render_table(path: Path) -> str:
+    """The table of the README, from the newest record of each (trace, planner): step over ideal, no traffic hidden."""
+    records: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if "skipped" not in record:
+            records.setdefault(record["trace"], {})[record["planner"]] = record
+
+    def step(record: dict[str, Any]) -> str:
+        return f"{record['mean']['step_over_ideal']:.4f}"
+
+    lines = [
+        "| trace | at home | best bags | best other planner | balanced | with overlap | plan |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for trace, by_planner in records.items():
+        others = [r for name, r in by_planner.items() if name not in ("local", "best-bags", "balanced")]
+        best = min(others, key=lambda r: r["mean"]["step_over_ideal"])
+        ours = by_planner["balanced"]
+        cells = [
+            trace,
+            step(by_planner["local"]),
+            step(by_planner["best-bags"]),
+            f"{step(best)} {best['planner']}",
+            f"**{step(ours)}**",
+            f"{ours['mean']['step_over_ideal_overlap']:.4f}",
+            f"{1e3 * ours['plan_seconds']['median']:.1f} ms",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ours = [name for name in PLANNERS if name not in ("bags", "exact")]
     parser = argparse.ArgumentParser(description="Compare planners on traces; append one run record per pair.")
@@ -160,6 +179,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[*ours, "best-bags", *REFERENCE_PLANNERS],
         help=f"any of {', '.join([*PLANNERS, *REFERENCE_PLANNERS])}, best-bags, or bags:SPEC such as bags:g4n8",
     )
+    parser.add_argument("--table", action="store_true", help="print the table of an output file instead of measuring")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "planners.jsonl")
     return parser.parse_args(argv)
 
@@ -168,24 +188,6 @@ def _command(argv: Sequence[str] | None) -> str:
     """The command as it is written from the repository root; paths outside of it are reduced to their names."""
     words = sys.argv[1:] if argv is None else argv
     return shlex.join(["python", "benchmarks/planners.py", *(Path(w).name if w.startswith("/") else w for w in words)])
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":
