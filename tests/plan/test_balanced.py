@@ -121,7 +121,7 @@ def test_one_giant_and_ranks_with_nothing(world: int, heads: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("world", "per_node"), [(8, 8), (32, 8), (24, 8), (64, 4)])
+@pytest.mark.parametrize(("world", "per_node"), [(8, 8), (32, 8), (24, 8), (64, 4), (96, 4), (128, 8)])
 def test_mixed_workload_is_level(world: int, per_node: int, seed: int) -> None:
     seqs, cluster = mixed(world, seed), Cluster(world, per_node)
     placement = check(seqs, cluster, COST, BalancedPlanner(), Limits())
@@ -174,13 +174,14 @@ def test_ranks_of_unequal_speed(seed: int) -> None:
     assert measure(blind, cluster, COST).time_imbalance > 1.2
 
 
-def test_small_sequences_stay_at_home() -> None:
-    seqs, cluster = low_resolution(32, 0), Cluster(32, 8)
+@pytest.mark.parametrize("seed", range(5))
+def test_small_sequences_stay_at_home(seed: int) -> None:
+    seqs, cluster = low_resolution(32, seed), Cluster(32, 8)
     placement = check(seqs, cluster, COST, BalancedPlanner(), Limits())
     metrics = measure(placement, cluster, COST)
     assert metrics.routed_fraction <= 0.04
-    assert metrics.time_imbalance <= 1.003
-    assert metrics.step_over_ideal <= 1.003
+    assert metrics.time_imbalance <= 1.001
+    assert metrics.step_over_ideal <= 1.001
     assert measure(make_planner("local")(seqs, cluster, COST), cluster, COST).time_imbalance > 1.05
 
 
@@ -262,9 +263,9 @@ def test_equal_sequences_may_change_places() -> None:
 
 
 GOLDEN = {
-    "mixed": 1_608_071_469_414_278_631,
-    "low_resolution": -7_177_239_308_908_105_739,
-    "videos": -8_352_749_411_968_200_373,
+    "mixed": 872_896_774_763_199_496,
+    "low_resolution": -4_140_747_849_022_000_569,
+    "videos": -3_482_500_204_066_827_245,
 }
 
 

@@ -71,6 +71,16 @@ def test_overlap_never_exceeds_no_overlap_and_never_beats_compute() -> None:
         assert prediction.step_overlap < prediction.step  # two head groups: half of it shows at most
 
 
+def test_no_more_traffic_is_exposed_than_there_is() -> None:
+    """With nothing to hide behind, both directions one after the other would be more than both at once."""
+    seqs = Sequences.from_ranks([[10], []])
+    whole = Shards.sorted([0], [0], [0], [10])
+    moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
+    prediction = predict(moved, Cluster(2, 2, LINKS), CostModel(num_heads=4, token=1, row_key=0, head_dim=8))
+    assert prediction.traffic.tolist() == [120, 120]
+    assert prediction.exposed.tolist() == [120, 120]
+
+
 def test_speeds() -> None:
     cluster = Cluster(2, speeds=(500, 2000))
     assert cluster.time(np.array([10, 10])).tolist() == [20, 5]

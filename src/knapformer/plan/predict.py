@@ -17,6 +17,8 @@ only the first group's arrival and the last one's return need whole work to hide
 
     exposed = max(0,  (in + out) / n - whole,  in + out - whole - split * (n - 1) / n)
 
+and never more than the traffic with nothing hidden.
+
 What it does not model: latency per message, contention beyond a rank's own links, kernels that slow down beside a copy.
 """
 
@@ -104,14 +106,17 @@ def predict(placement: Placement, cluster: Cluster, cost: CostModel, traffic: Tr
     heads = per_rank(rank, (shards.stop[here] - 1) // length - shards.start[here] // length + 1, world_size)
     work = cost.load(placement.tokens(), placement.area(), placement.num_shards())
     total = exact_sum(work)
-    incoming, outgoing, both = traffic_times(traffic, cluster, cost)
+    source, target, qkv, out = _priced(traffic, cluster, cost)
+    incoming = np.maximum(per_rank(source, qkv, world_size), per_rank(target, qkv, world_size))
+    outgoing = np.maximum(per_rank(target, out, world_size), per_rank(source, out, world_size))
+    both = traffic_time(traffic, cluster, cost)
     exposed = exposed_traffic(
         incoming + outgoing,
         cluster.time(cost.row_key * (placement.area() - split_area)),
         cluster.time(cost.row_key * split_area),
         np.clip(heads, 1, HEAD_GROUPS),
     )
-    return Prediction(cluster.time(work), both, exposed, total, cluster.mean_time(total))
+    return Prediction(cluster.time(work), both, np.minimum(exposed, both), total, cluster.mean_time(total))
 
 
 def exposed_traffic(traffic: Int64Array, whole: Int64Array, split: Int64Array, groups: Int64Array) -> Int64Array:
@@ -154,25 +159,42 @@ def attention_traffic(placement: Placement) -> Traffic:
     )
 
 
-def traffic_times(
-    traffic: Traffic, cluster: Cluster, cost: CostModel, *, copies: int = 1
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Per rank: time of q, k, v; time of o; time of both together, each the larger of sent and received [tick].
+def traffic_time(
+    traffic: Traffic,
+    cluster: Cluster,
+    cost: CostModel,
+    *,
+    rank: Int64Array | None = None,
+    inside_nodes: bool = False,
+) -> Int64Array:
+    """Time of each rank's traffic, the larger of sent and received over the whole pass [tick].
 
-    `copies` numbers the ranks of several clusters side by side, for callers that compare placements.
+    Callers that compare placements may count ranks of several side by side; `rank` is then which one each is. They may
+    know that all traffic is `inside_nodes`.
     """
-    crosses = np.flatnonzero(traffic.source != traffic.target)
+    source, target, qkv, out = _priced(traffic, cluster, cost, rank, inside_nodes=inside_nodes)
+    num_ranks = cluster.world_size if rank is None else len(rank)
+    sent, received = per_rank(source, qkv, num_ranks), per_rank(target, qkv, num_ranks)
+    np.add.at(sent, target, out)
+    np.add.at(received, source, out)
+    return np.maximum(sent, received)
+
+
+def _priced(
+    traffic: Traffic,
+    cluster: Cluster,
+    cost: CostModel,
+    rank: Int64Array | None = None,
+    *,
+    inside_nodes: bool = False,
+) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Source, target, time of q, k, v and time of o of all traffic that crosses ranks."""
+    crosses = (traffic.source != traffic.target).nonzero()[0]
     source, target = traffic.source[crosses], traffic.target[crosses]
-    world_size = cluster.world_size
-    level = cluster.link_level(source % world_size, target % world_size)
-    price = np.array(row_prices(cluster, cost), dtype=np.int64)[level]
+    prices = np.array(row_prices(cluster, cost))
+    price: Int64Array | int = int(prices[0])
+    if cluster.num_nodes > 1 and not inside_nodes:
+        a, b = (source, target) if rank is None else (rank[source], rank[target])
+        price = prices[cluster.link_level(a, b)]
     out = traffic.q_rows[crosses] * price
-    qkv = out + 2 * traffic.kv_rows[crosses] * price
-    world_size *= copies
-    qkv_sent, qkv_received = per_rank(source, qkv, world_size), per_rank(target, qkv, world_size)
-    out_sent, out_received = per_rank(target, out, world_size), per_rank(source, out, world_size)
-    return (
-        np.maximum(qkv_sent, qkv_received),
-        np.maximum(out_sent, out_received),
-        np.maximum(qkv_sent + out_sent, qkv_received + out_received),
-    )
+    return source, target, out + traffic.kv_rows[crosses] * (2 * price), out

@@ -13,6 +13,9 @@ import numpy as np
 
 from knapformer.plan.arrays import Int64Array
 
+UNIT = 1 << 20
+"""Fixed point: the budget of a mean rank of the node."""
+
 
 class Segments(NamedTuple):
     """Parts of the line: `[start, start + num)` of amount `item`, which lies in budget `bin`."""
@@ -25,16 +28,16 @@ class Segments(NamedTuple):
 
 def fill(amounts: Int64Array, budgets: Int64Array) -> Segments:
     """Cut `amounts`, in order, over `budgets`, in order. Both are non-negative and have the same sum."""
-    item_stop, bin_stop = np.cumsum(amounts), np.cumsum(budgets)
+    item_stop, bin_stop = amounts.cumsum(), budgets.cumsum()
     stop = np.concatenate((item_stop, bin_stop))
-    stop.sort()
+    stop.sort(kind="stable")
     count = stop.copy()
     count[1:] -= stop[:-1]
-    keep = np.flatnonzero(count)
+    keep = count.nonzero()[0]
     stop, count = stop[keep], count[keep]
-    item = np.searchsorted(item_stop, stop)
+    item = item_stop.searchsorted(stop)
     start = stop - count - (item_stop - amounts)[item]
-    return Segments(item, np.searchsorted(bin_stop, stop), start, count)
+    return Segments(item, bin_stop.searchsorted(stop), start, count)
 
 
 def opens(group: Int64Array) -> np.ndarray:
@@ -44,13 +47,13 @@ def opens(group: Int64Array) -> np.ndarray:
     return first
 
 
-def apportion(total: Int64Array, weight: Int64Array, group: Int64Array, num_groups: int) -> Int64Array:
+def apportion(total: Int64Array, weight: Int64Array, group: Int64Array, first: Int64Array) -> Int64Array:
     """Share each group's whole `total` among its members by `weight`, in whole numbers that add up.
 
-    `group` (M,) is the sorted group of each member. Exact while `weight` sums to less than 2**31 per group.
+    `group` (M,) is the sorted group of each member, `first` (N,) the first member of each. Exact while `weight` sums to
+    less than 2**31 per group.
     """
-    after = np.cumsum(weight)
-    first = np.searchsorted(group, np.arange(num_groups))
+    after = weight.cumsum()
     base = (after - weight)[first][group]
     sums = np.add.reduceat(weight, first)[group]
     quotient, rest = np.divmod(total[group], sums)
@@ -68,10 +71,34 @@ def raised_level(time: Int64Array, limit: Int64Array, first: Int64Array) -> Int6
 
     `first` (N + 1,) is the first member of each group.
     """
-    size = first[1:] - first[:-1]
-    level = np.add.reduceat(time, first[:-1]) // size
-    for _ in range(3):
-        low = np.repeat(level, size) - time > limit
-        others = np.maximum(size - np.add.reduceat(low.astype(np.int64), first[:-1]), 1)
-        level = np.add.reduceat(np.where(low, -limit, time), first[:-1]) // others
+    size, first = first[1:] - first[:-1], first[:-1]
+    level = np.add.reduceat(time, first) // size
+    for _ in range(2):
+        low = level.repeat(size) - time > limit
+        others = np.maximum(size - np.add.reduceat(low, first, dtype=np.int64), 1)
+        level = np.add.reduceat(np.where(low, -limit, time), first) // others
     return level
+
+
+def changed(
+    budget: Int64Array, free: Int64Array, change: Int64Array, first: Int64Array, node: Int64Array
+) -> Int64Array:
+    """`free` (2, W) after `budget` (2, W) changes by `change` / `UNIT`, as far as that goes.
+
+    Sums over every node stay the same; `first` (N + 1,) is the first rank of each node and `node` (W,) that of ranks.
+    """
+    if int(budget[1].max()) >> 46:
+        return free  # products would leave 64 bits; nobody has ranks of that size
+    world_size, num_nodes = len(node), len(first) - 1
+    first = np.concatenate((first[:-1], first[:-1] + world_size))  # tokens and area as nodes side by side
+    node = np.concatenate((node, node + num_nodes))
+    free = free.ravel()
+    wanted = np.maximum((budget * np.maximum(change, -UNIT // 32) // UNIT).ravel(), -free)
+    surplus = np.add.reduceat(wanted, first)
+    lowered = (wanted < 0) & (surplus < 0)[node]
+    weight = (lowered | ~np.logical_or.reduceat(lowered, first)[node]).astype(np.int64)
+    result = free + wanted - apportion(surplus, weight, node, first)
+    short = np.minimum.reduceat(result, first) < 0
+    if short.any():
+        result = np.where(short[node], free, result)
+    return result.reshape(2, world_size)

@@ -21,38 +21,32 @@ def relabel(cluster: Cluster, home: Int64Array, rank: Int64Array, tokens: Int64A
     sizes = np.array(cluster.node_sizes)
     first, node = exclusive_cumsum(sizes), cluster.node_of
     num_nodes, width = len(sizes), int(sizes.max())
-    if 1 < num_nodes <= MOST and cluster.nodes_per_domain is None and len(set(cluster.node_sizes)) == 1:
-        common = _table(node[rank] * num_nodes + node[home], tokens, (1, num_nodes, num_nodes))
-        names = first[_assign(common)[0]][node] + names - first[node]
+    if 1 < num_nodes <= MOST and cluster.nodes_per_domain is None and int(sizes.min()) == width:
+        chosen = _assign(node[rank], node[home], tokens, np.zeros_like(sizes), num_nodes)
+        names = (first[chosen][:, None] + np.arange(width)).ravel()
     if width > MOST:
         return names
     rank = names[rank]
-    here = np.flatnonzero(node[rank] == node[home])
-    rank, home = rank[here], home[here]
-    place = (node[rank] * width + rank - first[node[rank]]) * width + home - first[node[home]]
-    common = _table(place, tokens[here], (num_nodes, width, width))
-    wide = np.arange(width) >= sizes[:, None]
-    common[wide[:, :, None] | wide[:, None, :]] = -1
-    at = node[names]
-    return first[at] + _assign(common)[at, names - first[at]]
+    here = (node[rank] == node[home]).nonzero()[0]
+    return _assign(rank[here], home[here], tokens[here], first[node], width)[names]
 
 
-def _table(place: Int64Array, tokens: Int64Array, shape: tuple[int, int, int]) -> Int64Array:
-    table = np.zeros(shape[0] * shape[1] * shape[2], dtype=np.int64)
-    np.add.at(table, place, tokens)
-    return table.reshape(shape)
+def _assign(place: Int64Array, label: Int64Array, tokens: Int64Array, base: Int64Array, width: int) -> Int64Array:
+    """A label for each place, those with most `tokens` in common first.
 
-
-def _assign(common: Int64Array) -> Int64Array:
-    """(N, R) column given to each row of each (R, R) table, largest entries first; -1 entries are taken last."""
-    num, width = common.shape[:2]
-    common = common.copy()
-    flat = common.reshape(num, -1)
-    index = np.arange(num)
-    result = np.zeros((num, width), dtype=np.int64)
-    for _ in range(width):
-        row, column = np.divmod(flat.argmax(axis=1), width)
-        result[index, row] = column
-        common[index, row, :] = -2
-        common[index, :, column] = -2
+    `base` (M,) is the first label of each place's group; a group's labels are those of its `width` places at most.
+    """
+    table = np.zeros(len(base) * width, dtype=np.int64)
+    np.add.at(table, place * width + label - base[place], tokens)
+    entries = table.nonzero()[0]
+    entries = entries[(-table[entries]).argsort(kind="stable")]
+    places = entries // width
+    labels = entries - places * width + base[places]
+    chosen, free = [-1] * len(base), [True] * len(base)
+    for at, name in zip(places.tolist(), labels.tolist(), strict=True):
+        if free[name] and chosen[at] < 0:
+            chosen[at] = name
+            free[name] = False
+    result = np.array(chosen)
+    result[result < 0] = np.array(free).nonzero()[0]  # both rise, and a group has as many of one as of the other
     return result

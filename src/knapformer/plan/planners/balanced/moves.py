@@ -2,9 +2,10 @@
 
 Ranks whose loaders drew from one distribution differ by little, a few sequences' worth. A sequence moved from a rank
 with too much to one with too little is best if it makes one of them exact, or both; so the moves that do are made
-first, and exchanges of two sequences are the last resort, as they move most for what they level. The rest, at most
-`TOLERANCE` of a rank's load, is levelled inside each node with slices of tokens that are small enough (tens of tokens)
-for their traffic not to matter: the slice's attention rows stay where its sequence is.
+first, and exchanges of two sequences are the last resort, as they move most for what they level. Then what has moved
+changes places with sequences of nearly its length, which levels nodes and ranks further without moving more. The rest,
+at most about 1 part in `TOLERANCE` of a rank's load, is levelled inside each node with slices of tokens (tens of them)
+whose attention rows stay where the sequence is; how far is a matter of what they save and of their traffic.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
 from knapformer.plan.placement import Placement, Shards
 from knapformer.plan.planners.balanced.fill import fill
+from knapformer.plan.predict import row_prices
 from knapformer.plan.sequences import Sequences
 
 MOST_RANKS = 64
@@ -27,6 +29,9 @@ TOLERANCE = 600
 
 PARTNERS = 6
 """Ranks with least load that are considered for an exchange."""
+
+SWAPS = 8
+"""Most sequences that have moved and change places."""
 
 _NEVER = 1 << 62
 
@@ -43,6 +48,7 @@ def few_moves(sequences: Sequences, cluster: Cluster, cost: CostModel, work: Int
     tolerance = mean // TOLERANCE
     for _ in range(4 * world_size):
         if int(excess.max()) <= tolerance:
+            _swap_moved(work, home, rank, excess, cluster, tolerance)
             return _with_slices(sequences, cluster, cost, rank, excess, name)
         move = _finishing_move(work, rank, excess, tolerance) or _best_exchange(work, rank, excess, tolerance)
         if move is None:
@@ -116,6 +122,37 @@ def _best_exchange(
     return [(int(mine[i]), int(rank[others[j]])), (int(others[j]), most)]
 
 
+def _swap_moved(
+    work: Int64Array, home: Int64Array, rank: Int64Array, excess: Int64Array, cluster: Cluster, tolerance: int
+) -> None:
+    """Level nodes and ranks further, in place, by swaps after which no more sequences are away from home than before.
+
+    A sequence that has moved changes places with one that stays at its home, or with another that has moved.
+    """
+    node, sizes = cluster.node_of, np.array(cluster.node_sizes)
+    first, shift = np.cumsum(sizes) - sizes, max(0, tolerance.bit_length() - 18)  # squares fit 64 bits
+    moved, scaled = (rank != home).nonzero()[0], work >> shift
+    for _ in range(SWAPS if len(moved) else 0):
+        away = rank != home
+        moved = away.nonzero()[0]
+        j, i = (away | (rank == home[moved][:, None])).nonzero()
+        out, back = i, moved[j]
+        source, target = rank[out], rank[back]
+        more = scaled[out] - scaled[back]
+        load = excess >> shift
+        level = np.add.reduceat(load, first)
+        change = more * (more + load[target] - load[source])
+        across = node[source] != node[target]
+        change += across * more * (more + level[node[target]] - level[node[source]])
+        best = int(change.argmin())
+        if change[best] >= 0:
+            return
+        out, back, source, target = (int(x[best]) for x in (out, back, source, target))
+        rank[out], rank[back] = target, source
+        excess[source] += work[back] - work[out]
+        excess[target] += work[out] - work[back]
+
+
 def _with_slices(
     sequences: Sequences, cluster: Cluster, cost: CostModel, rank: Int64Array, excess: Int64Array, name: str
 ) -> Placement:
@@ -125,13 +162,11 @@ def _with_slices(
     rows = Shards(seq, rank, start, length * num_heads)
     sizes = np.array(cluster.node_sizes)
     first = np.cumsum(sizes) - sizes
-    level = (np.add.reduceat(excess, first) // sizes)[cluster.node_of]
-    tokens = (excess - level) // max(cost.token, 1)
+    give, take = _slices(excess, first, cluster, cost)
     longest = np.full(cluster.world_size, -1, dtype=np.int64)
     by_length = np.argsort(length, kind="stable")
     longest[rank[by_length]] = by_length
-    give = np.where(longest >= 0, np.minimum(np.maximum(tokens, 0), length[longest] - 1), 0)
-    take = np.maximum(-tokens, 0)
+    give = np.where(longest >= 0, np.minimum(give, length[longest] - 1), 0)
     given, taken = np.add.reduceat(give, first), np.add.reduceat(take, first)
     both = np.minimum(given, taken)
     give, take = (_first_of(amount, both, first, cluster.node_of) for amount in (give, take))
@@ -148,6 +183,24 @@ def _with_slices(
         np.concatenate((stop, base + parts.num)),
     )
     return Placement(sequences, cluster.world_size, num_heads, table, rows, name)
+
+
+def _slices(excess: Int64Array, first: Int64Array, cluster: Cluster, cost: CostModel) -> tuple[Int64Array, Int64Array]:
+    """Tokens that each rank gives and takes so that load and traffic of all givers and takers in a node are equal.
+
+    A token that moves is 3 H rows of traffic for both ranks: q, k, v go back to where its sequence is.
+    """
+    token = max(cost.token, 1)
+    traffic = min(3 * cost.num_heads * row_prices(cluster, cost)[0], token // 2)
+    low, high = (bound.reduceat(excess, first) for bound in (np.minimum, np.maximum))
+    for _ in range(24):
+        middle = (low + high) // 2
+        over = excess - middle[cluster.node_of]
+        give, take = np.maximum(over, 0) // (token - traffic), np.maximum(-over, 0) // (token + traffic)
+        fits = np.add.reduceat(give, first) <= np.add.reduceat(take, first)
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    over = excess - high[cluster.node_of]
+    return np.maximum(over, 0) // (token - traffic), np.maximum(-over, 0) // (token + traffic)
 
 
 def _first_of(amount: Int64Array, most: Int64Array, first: Int64Array, node: Int64Array) -> Int64Array:

@@ -6,14 +6,14 @@ Only a sequence that no node can take is cut over several nodes, at a head where
 """
 
 import heapq
+from bisect import insort
 from typing import NamedTuple
 
 import numpy as np
 
-from knapformer.plan.arrays import Int64Array, exact_sum, exclusive_cumsum
+from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
-from knapformer.plan.planners.balanced.fill import raised_level
 from knapformer.plan.predict import row_prices
 from knapformer.plan.sequences import Sequences
 
@@ -33,8 +33,12 @@ TOLERANCE = 4096
 """Exchanges end when no node is above its share by more than 1 part in this many."""
 
 
+Members = list[tuple[int, int]]
+"""Work and id of sequences on a node."""
+
+
 class Pieces(NamedTuple):
-    """Contiguous parts of sequences on nodes, sorted by node; most are whole sequences.
+    """Contiguous parts of sequences on nodes, sorted by node, longest first; most are whole sequences.
 
     Attributes:
         seq, node: (P,) columns.
@@ -57,22 +61,41 @@ def assign_nodes(sequences: Sequences, cluster: Cluster, cost: CostModel, work: 
     """Give each node pieces whose work is its share of `total`, the sum of `work` (S,), as nearly as can be."""
     length, num_nodes = sequences.length, cluster.num_nodes
     if num_nodes == 1:
-        zero = np.zeros_like(length)
-        return Pieces(np.arange(len(length)), zero, zero, length, zero, length * cost.num_heads, zero)
-    first = exclusive_cumsum(np.array(cluster.node_sizes, dtype=np.int64))
-    speed = np.add.reduceat(cluster.speed, first)
-    share = _shares(total, speed)
-    node, cuts = _longest_first(work, share, cluster, cost, sequences)
-    free = share.copy()
-    for parts in cuts:
-        np.subtract.at(free, parts.node, _work_of(parts, length, cost))
-    free += _for_traffic(node, work, length, share, cluster, cost)
-    _level(node, work, free, share)
-    whole = np.flatnonzero(node >= 0)
-    zero = np.zeros_like(whole)
-    rest = Pieces(whole, node[whole], zero, length[whole], zero, length[whole] * cost.num_heads, zero)
-    table = np.concatenate([np.stack(parts) for parts in (rest, *cuts)], axis=1)
-    return Pieces(*table[:, np.lexsort((table[0], table[1]))])
+        seq = np.argsort(-length, kind="stable")
+        length, zero = length[seq], np.zeros_like(length)
+        return Pieces(seq, zero, zero, length, zero, length * cost.num_heads, zero)
+    share = _shares(total, cluster)
+    order = np.argsort(-work, kind="stable")
+    node, excess, cuts = _longest_first(order, work, share, cluster, cost, sequences)
+    placed = order[::-1]
+    placed = placed[node[placed] >= 0] if cuts else placed
+    placed = placed[node[placed].argsort(kind="stable")]  # by node, least work first
+    starts = node[placed].searchsorted(np.arange(num_nodes + 1)).tolist()
+    entries = _Entries(work[placed].tolist(), placed.tolist(), starts)
+    for n, change in enumerate(_for_traffic(entries, length, share, cluster, cost)):
+        excess[n] -= change
+    small = entries.smallest(CANDIDATES + ROUNDS)
+    level_nodes(small, excess, [s // TOLERANCE for s in share])
+    node[[seq for members in small for _, seq in members]] = np.repeat(np.arange(num_nodes), [len(m) for m in small])
+    seq = (node >= 0).nonzero()[0]
+    zero = np.zeros_like(seq)
+    rest = Pieces(seq, node[seq], zero, length[seq], zero, length[seq] * cost.num_heads, zero)
+    table = np.concatenate([np.array(parts) for parts in (rest, *cuts)], axis=1)
+    return Pieces(*table[:, np.argsort((table[1] << 32) - table[3], kind="stable")])
+
+
+class _Entries(NamedTuple):
+    """Work and id of whole sequences by node, least work first; node n has those from `starts[n]`."""
+
+    work: list[int]
+    seq: list[int]
+    starts: list[int]
+
+    def smallest(self, most: int) -> list[Members]:
+        """At most `most` of each node."""
+        ends = zip(self.starts, self.starts[1:], strict=False)
+        cuts = [(start, min(stop, start + most)) for start, stop in ends]
+        return [list(zip(self.work[a:b], self.seq[a:b], strict=True)) for a, b in cuts]
 
 
 def _work_of(parts: Pieces, length: Int64Array, cost: CostModel) -> Int64Array:
@@ -80,44 +103,56 @@ def _work_of(parts: Pieces, length: Int64Array, cost: CostModel) -> Int64Array:
 
 
 def _for_traffic(
-    node: Int64Array, work: Int64Array, length: Int64Array, share: Int64Array, cluster: Cluster, cost: CostModel
-) -> Int64Array:
+    entries: _Entries, length: Int64Array, share: list[int], cluster: Cluster, cost: CostModel
+) -> list[int]:
     """What to change nodes' shares by so that those that will have more traffic get less work; adds up to about 0.
 
     A node whose R ranks share K split sequences of S tokens in all has traffic of about 4 S (1 - K / R) / R tokens a
     rank. No node gets more than 1 part in `TRAFFIC_TOLERANCE` for it.
     """
-    size = np.array(cluster.node_sizes, dtype=np.int64)
-    big = np.flatnonzero(node >= 0)
-    big = big[work[big] * size[node[big]] > share[node[big]]]
-    tokens, number = np.zeros_like(size), np.bincount(node[big], minlength=len(size))
-    np.add.at(tokens, node[big], length[big])
+    sizes, traffic = cluster.node_sizes, []
     price = 4 * cost.num_heads * row_prices(cluster, cost)[0]
-    traffic = price * (tokens * np.maximum(size - number, 0) // (size * size))
-    limit = share // size // TRAFFIC_TOLERANCE
-    level = raised_level(traffic, limit, np.array([0, len(size)]))
-    change = np.minimum(level - traffic, limit) * size
-    return change - change.sum() // len(size)
+    for start, stop, size, most in zip(entries.starts, entries.starts[1:], sizes, share, strict=False):
+        number, tokens = 0, 0
+        while stop - number > start and entries.work[stop - number - 1] * size > most:
+            number += 1
+            tokens += int(length[entries.seq[stop - number]])
+        traffic.append(price * (tokens * max(size - number, 0) // (size * size)))
+    limit = [most // size // TRAFFIC_TOLERANCE for most, size in zip(share, sizes, strict=True)]
+    level = sum(traffic) // len(sizes)
+    for _ in range(3):
+        free = [t for t, most in zip(traffic, limit, strict=True) if level - t <= most]
+        fixed = sum(most for t, most in zip(traffic, limit, strict=True) if level - t > most)
+        level = (sum(free) - fixed) // max(len(free), 1)
+    change = [min(level - t, most) * size for t, most, size in zip(traffic, limit, sizes, strict=True)]
+    mean = sum(change) // len(sizes)
+    return [c - mean for c in change]
 
 
-def _shares(total: int, speed: Int64Array) -> Int64Array:
-    all_speed = int(speed.sum())
-    return np.array([-(-total * s // all_speed) for s in speed.tolist()], dtype=np.int64)
+def _shares(total: int, cluster: Cluster) -> list[int]:
+    speeds = list(cluster.node_sizes)
+    if cluster.speeds:
+        speeds = [sum(cluster.speeds[r.start : r.stop]) for r in cluster.node_ranks()]
+    all_speed = sum(speeds)
+    return [-(-total * speed // all_speed) for speed in speeds]
 
 
 def _longest_first(
-    work: Int64Array, share: Int64Array, cluster: Cluster, cost: CostModel, sequences: Sequences
-) -> tuple[Int64Array, list[Pieces]]:
-    """Node of each sequence, -1 for those cut over several nodes, and the pieces of those."""
-    node, length, home = np.empty(len(work), dtype=np.int64), sequences.length, cluster.node_of[sequences.home]
+    order: Int64Array, work: Int64Array, share: list[int], cluster: Cluster, cost: CostModel, sequences: Sequences
+) -> tuple[Int64Array, list[int], list[Pieces]]:
+    """Node of each sequence, -1 for those that are cut; what each node has above its share; pieces of those cut.
+
+    `order` is that of falling work.
+    """
+    length, home, node = sequences.length, cluster.node_of[sequences.home], np.empty(len(work), dtype=np.int64)
     cuts: list[Pieces] = []
-    order = np.argsort(-work, kind="stable")
-    least = int(share.min())
-    num_big = int((work > least // 16).sum())
-    slack = exact_sum(work[order[num_big:]]) // 2  # what small sequences can make up for
-    heap = [(-r, n) for n, r in enumerate(share.tolist())]  # minus the room left on each node
+    least = min(share)
+    ordered = work[order]
+    num_big = int((ordered > least // 16).sum())
+    slack = exact_sum(ordered[num_big:]) // 2  # what small sequences can make up for
+    heap = [(-r, n) for n, r in enumerate(share)]  # minus the room left on each node
     heapq.heapify(heap)
-    for seq, amount in zip(order[:num_big].tolist(), work[order[:num_big]].tolist(), strict=True):
+    for seq, amount in zip(order[:num_big].tolist(), ordered[:num_big].tolist(), strict=True):
         room, n = heap[0]
         if amount + room <= least // CUT_TOLERANCE:
             heapq.heapreplace(heap, (room + amount, n))
@@ -126,23 +161,25 @@ def _longest_first(
         rooms = [-r for r, _ in sorted(heap, key=lambda entry: entry[1])]
         parts, moved = _cut_work(amount, rooms, share, cluster, cost.num_heads, slack)
         slack -= moved
-        cuts.append(_cut(seq, int(length[seq]), parts, cluster, cost, share.tolist()))
+        cuts.append(_cut(seq, int(length[seq]), parts, cluster, cost, share))
         node[seq] = -1
         taken = np.zeros(len(rooms), dtype=np.int64)
         taken[cuts[-1].node] = _work_of(cuts[-1], length, cost)
         heap = [(part - r, n) for n, (r, part) in enumerate(zip(rooms, taken.tolist(), strict=True))]
         heapq.heapify(heap)
     small = order[num_big:]
-    node[small] = _small_first_home(work[small].tolist(), home[small].tolist(), heap)
-    return node, cuts
+    node[small], load = _small_first_home(ordered[num_big:].tolist(), home[small].tolist(), heap)
+    return node, load, cuts
 
 
-def _small_first_home(amounts: list[int], homes: list[int], heap: list[tuple[int, int]]) -> list[int]:
-    """Node of each small sequence: home, unless that is ahead of the emptiest node by more than the sequence."""
+def _small_first_home(amounts: list[int], homes: list[int], heap: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Node of each small sequence: home, unless that is ahead of the emptiest node by more than the sequence.
+
+    `heap` is what each node has above its share; also returned as it is in the end.
+    """
     load = [room for room, _ in sorted(heap, key=lambda entry: entry[1])]
-    chosen = []
+    chosen, (least, n) = [], heap[0]
     for amount, at in zip(amounts, homes, strict=True):
-        least, n = heap[0]
         while least != load[n]:  # stale: the node took something since
             heapq.heappop(heap)
             least, n = heap[0]
@@ -154,11 +191,12 @@ def _small_first_home(amounts: list[int], homes: list[int], heap: list[tuple[int
             load[n] += amount
             heapq.heapreplace(heap, (load[n], n))
             chosen.append(n)
-    return chosen
+            least, n = heap[0]
+    return chosen, load
 
 
 def _cut_work(
-    amount: int, room: list[int], share: Int64Array, cluster: Cluster, num_heads: int, slack: int
+    amount: int, room: list[int], share: list[int], cluster: Cluster, num_heads: int, slack: int
 ) -> tuple[list[int], int]:
     """Work of a sequence on each node, and how much less than their room the full ones got.
 
@@ -179,8 +217,8 @@ def _cut_work(
         parts[n] = part
         left -= part
     if left:  # rounding, or no node has room: over all nodes alike
-        total = int(share.sum())
-        more = [left * int(s) // total for s in share]
+        total = sum(share)
+        more = [left * s // total for s in share]
         more[0] += left - sum(more)
         parts = [part + extra for part, extra in zip(parts, more, strict=True)]
     return parts, moved
@@ -223,43 +261,46 @@ def round_div(a: int, b: int) -> int:
     return (2 * a + b) // (2 * b)
 
 
-def _level(node: Int64Array, work: Int64Array, free: Int64Array, share: Int64Array) -> None:
-    """Exchange small sequences between nodes paired by load, in place; `free` is what a node has for them."""
-    num_nodes = len(share)
-    excess, placed = -free, np.flatnonzero(node >= 0)
-    np.add.at(excess, node[placed], work[placed])
+def level_nodes(small: list[Members], excess: list[int], tolerance: list[int]) -> None:
+    """Exchange sequences of `small` between nodes paired by load, in place; `excess` is what a node has too much."""
+    half = len(small) // 2
     for _ in range(ROUNDS):
-        if not len(placed) or not np.any(excess > share // TOLERANCE):
+        if all(e <= t for e, t in zip(excess, tolerance, strict=True)):
             return
-        order = placed[np.lexsort((work[placed], node[placed]))]
-        starts = np.searchsorted(node[order], np.arange(num_nodes + 1))
-        ranked = np.argsort(-excess, kind="stable")
-        half = num_nodes // 2
-        high, low = ranked[:half], ranked[::-1][:half]
-        give, give_work = _smallest(order, starts, high, work)
-        take, take_work = _smallest(order, starts, low, work)
-        wanted = (excess[high] - excess[low]) // 2
-        miss = np.abs(give_work[:, :, None] - take_work[:, None, :] - wanted[:, None, None])
-        best = miss.reshape(half, -1).argmin(axis=1)
-        i, j = np.divmod(best, CANDIDATES + 1)
-        pair = np.arange(half)
-        gain = miss[pair, i, j] < np.abs(wanted)
-        for items, target in ((give[pair, i], low), (take[pair, j], high)):
-            moves = gain & (items >= 0)
-            node[items[moves]] = target[moves]
-        delta = np.where(gain, give_work[pair, i] - take_work[pair, j], 0)
-        if not delta.any():
+        ranked = sorted(range(len(excess)), key=lambda n: -excess[n])
+        moved = False
+        for high, low in zip(ranked[:half], reversed(ranked), strict=False):
+            wanted = (excess[high] - excess[low]) // 2
+            give, take = _exchange(small[high], small[low], wanted)
+            given = small[high].pop(give) if give >= 0 else None
+            taken = small[low].pop(take) if take >= 0 else None
+            delta = (given[0] if given else 0) - (taken[0] if taken else 0)
+            moved |= delta != 0
+            excess[high] -= delta
+            excess[low] += delta
+            if given:
+                insort(small[low], given)
+            if taken:
+                insort(small[high], taken)
+        if not moved:
             return
-        excess[high] -= delta
-        excess[low] += delta
 
 
-def _smallest(
-    order: Int64Array, starts: Int64Array, nodes: Int64Array, work: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """(N, CANDIDATES + 1) ids of the smallest sequences of `nodes` and their work; -1 and 0 for nothing."""
-    place = starts[nodes][:, None] + np.arange(-1, CANDIDATES)
-    real = place < starts[nodes + 1][:, None]
-    real[:, 0] = False
-    ids = np.where(real, order[np.minimum(place, len(order) - 1)], -1)
-    return ids, np.where(real, work[ids], 0)
+def _exchange(give: Members, take: Members, wanted: int) -> tuple[int, int]:
+    """Indices of what to give and what to take, -1 for nothing, such that the difference is nearest to `wanted`."""
+    most, least = min(len(give), CANDIDATES), min(len(take), CANDIDATES)
+    best, chosen, i, j, given, taken = wanted, (-1, -1), -1, -1, 0, 0
+    while True:
+        miss = given - taken - wanted
+        if abs(miss) < best:
+            best, chosen = abs(miss), (i, j)
+        if miss < 0:
+            i += 1
+            if i == most:
+                return chosen
+            given = give[i][0]
+        else:
+            j += 1
+            if j == least:
+                return chosen
+            taken = take[j][0]

@@ -10,8 +10,8 @@ of a sequence together: a sequence that is whole costs no communication. Three l
 
 With that, loads are level by construction, and what is left to minimise is the traffic of the busiest rank. A rank
 with the same part 1/k of tokens and rows of a sequence sends and receives 4 (1 - 1/k) / k of it: so few split sequences
-per rank, long ones on many ranks (`stretch`), cuts at heads (`order`), several variants and the best one (`choose`).
-Where all sequences are small, moving a few is enough (`moves`). Everything is integers, so plans are the same on every
+per rank, long ones on many ranks (`stretch`), several variants of packing (`pack`) and the best one (`choose`). Where
+all sequences are small, moving a few is enough (`moves`). Everything is integers, so plans are the same on every
 machine.
 """
 
@@ -21,17 +21,17 @@ from typing import Literal
 import numpy as np
 
 from knapformer.errors import PlanError, SpecError
-from knapformer.plan.arrays import Int64Array, exact_sum, exclusive_cumsum
+from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
 from knapformer.plan.metrics import certify
 from knapformer.plan.placement import Placement, Shards
+from knapformer.plan.planners.balanced.batch import Batch, Line, Shares
 from knapformer.plan.planners.balanced.choose import share_best
-from knapformer.plan.planners.balanced.fill import Segments, apportion
+from knapformer.plan.planners.balanced.fill import apportion
 from knapformer.plan.planners.balanced.labels import relabel
 from knapformer.plan.planners.balanced.moves import few_moves
 from knapformer.plan.planners.balanced.nodes import Pieces, assign_nodes
-from knapformer.plan.planners.balanced.ranks import Line, Shares
 from knapformer.plan.planners.base import Limits
 from knapformer.plan.predict import predict
 from knapformer.plan.sequences import Sequences
@@ -79,12 +79,14 @@ class BalancedPlanner:
             traffic = int(predict(placement, cluster, cost).traffic.max()) if placement is not None else 0
         if placement is None:
             pieces = assign_nodes(sequences, cluster, cost, work, total)
-            line = _budgets(pieces, sequences.length[pieces.seq], cluster, cap, both=both)
-            most = int(line.tokens.max())
+            length = sequences.length[pieces.seq]
+            amount = np.array((pieces.num_tokens, pieces.num_rows * length))
+            line = _budgets(pieces, amount, cluster, cap, both=both)
+            most = int(line.budget[0].max())
             independent = not both and (cap is None or most < cap)
             refine = not both and (cap is None or most + (most >> 9) < cap)
-            length = sequences.length[pieces.seq]
-            shares, traffic = share_best(pieces, length, line, cluster, cost, independent=independent, refine=refine)
+            batch = Batch.of(pieces, length, amount, line)
+            shares, traffic = share_best(batch, cluster, cost, independent=independent, refine=refine)
             placement = _placement(sequences, cluster, cost, pieces, shares, self.name)
         certificate = certify(placement, cluster, cost, total_work=total, traffic=traffic, cap=cap)
         return placement.certified(certificate)
@@ -137,21 +139,21 @@ def _check(sequences: Sequences, cluster: Cluster, cost: CostModel, cap: int | N
         )
 
 
-def _budgets(pieces: Pieces, length: Int64Array, cluster: Cluster, cap: int | None, *, both: bool) -> Line:
+def _budgets(pieces: Pieces, amount: Int64Array, cluster: Cluster, cap: int | None, *, both: bool) -> Line:
     """What each rank shall hold: its share, by speed, of its node's tokens and area (of the cluster's if `both`)."""
     sizes = np.array(cluster.node_sizes, dtype=np.int64)
-    first = np.append(exclusive_cumsum(sizes), cluster.world_size)
-    group = np.zeros_like(cluster.node_of) if both else cluster.node_of
-    num_groups = 1 if both else len(sizes)
-    tokens, area = np.zeros(num_groups, dtype=np.int64), np.zeros(num_groups, dtype=np.int64)
-    piece_group = np.zeros_like(pieces.node) if both else pieces.node
-    np.add.at(tokens, piece_group, pieces.num_tokens)
-    np.add.at(area, piece_group, pieces.num_rows * length)
-    speed = cluster.speed
-    rank_tokens = apportion(tokens, speed, group, num_groups)
+    first = np.concatenate(([0], sizes.cumsum()))
+    group, starts = (np.zeros_like(cluster.node_of), first[:1]) if both else (cluster.node_of, first[:-1])
+    num_groups, piece_group = len(starts), 0 * pieces.node if both else pieces.node
+    total = np.zeros(2 * num_groups, dtype=np.int64)  # tokens, then area
+    np.add.at(total, np.concatenate((piece_group, piece_group + num_groups)), amount.ravel())
+    group = np.concatenate((group, group + num_groups))
+    starts = np.concatenate((starts, starts + cluster.world_size))
+    speed = np.concatenate((cluster.speed,) * 2)
+    budget = apportion(total, speed, group, starts).reshape(2, -1)
     if cap is not None:
-        rank_tokens = _capped(rank_tokens, cap)
-    return Line(cluster.node_of, first, rank_tokens, apportion(area, speed, group, num_groups))
+        budget[0] = _capped(budget[0], cap)
+    return Line(cluster.node_of, first, budget)
 
 
 def _capped(tokens: Int64Array, cap: int) -> Int64Array:
@@ -171,26 +173,21 @@ def _capped(tokens: Int64Array, cap: int) -> Int64Array:
 def _placement(
     sequences: Sequences, cluster: Cluster, cost: CostModel, pieces: Pieces, shares: Shares, name: str
 ) -> Placement:
-    whole = np.flatnonzero(shares.whole >= 0)
-    seq, rank = pieces.seq, np.concatenate((shares.whole[whole], shares.tokens.bin))
-    seqs = np.concatenate((seq[whole], seq[shares.tokens.item]))
-    counts = np.concatenate((pieces.num_tokens[whole], shares.tokens.num))
-    names = relabel(cluster, sequences.home[seqs], rank, counts)
-
-    def table(start: Int64Array, count: Int64Array, cuts: Segments) -> Shards:
-        begin = start[cuts.item] + cuts.start
-        return Shards.sorted(
-            np.concatenate((seq[whole], seq[cuts.item])),
-            names[np.concatenate((shares.whole[whole], cuts.bin))],
-            np.concatenate((start[whole], begin)),
-            np.concatenate(((start + count)[whole], begin + cuts.num)),
-        )
-
-    return Placement(
-        sequences,
-        cluster.world_size,
-        cost.num_heads,
-        table(pieces.token, pieces.num_tokens, shares.tokens),
-        table(pieces.row, pieces.num_rows, shares.rows),
-        name,
+    tokens, rows = shares.tokens, shares.rows
+    whole = (shares.whole >= 0).nonzero()[0]
+    at, token_item = shares.whole[whole], np.concatenate((whole, tokens.item))
+    seq, row_seq = pieces.seq[token_item], pieces.seq[np.concatenate((whole, rows.item))]
+    rank, count = np.concatenate((at, tokens.bin)), np.concatenate((pieces.num_tokens[whole], tokens.num))
+    names = relabel(cluster, sequences.home[seq], rank, count)
+    token_start, row_start = pieces.token[tokens.item] + tokens.start, pieces.row[rows.item] + rows.start
+    start = np.concatenate((pieces.token[whole], token_start, pieces.row[whole], row_start))
+    both = Shards.sorted(  # both tables at once, attention shards behind all token shards
+        np.concatenate((seq, row_seq + len(sequences))),
+        names[np.concatenate((rank, at, rows.bin))],
+        start,
+        start + np.concatenate((count, pieces.num_rows[whole], rows.num)),
     )
+    cut = int(both.seq.searchsorted(len(sequences)))
+    token_shards = Shards(both.seq[:cut], both.rank[:cut], both.start[:cut], both.stop[:cut])
+    attention = Shards(both.seq[cut:] - len(sequences), both.rank[cut:], both.start[cut:], both.stop[cut:])
+    return Placement(sequences, cluster.world_size, cost.num_heads, token_shards, attention, name)

@@ -28,11 +28,12 @@ def stretches(
         blend: (K,) see `BLEND`.
     """
     longest = opens(node)
-    first = np.flatnonzero(longest)
-    group = np.cumsum(longest) - 1
+    first = longest.nonzero()[0]
+    group = longest.cumsum() - 1
     total = room[node[first]]
-    weights = np.stack((weight, np.where(longest, weight << 10, 1)))
-    fair, tight = _proportional(need, weights, total, first, group)
+    tight = need.copy()
+    tight[first] += np.maximum(total - np.add.reduceat(need, first), 0)
+    fair = _proportional(need, weight, total, first, group)
     return _scaled(tight + (fair - tight) * blend // BLEND, total, first, group)
 
 
@@ -43,29 +44,28 @@ def snapped(
 
     `room` (W,) is what each rank has; `wanted` (N,) a mask.
     """
-    ends, stop = np.cumsum(room), np.cumsum(stretch)
-    after = np.minimum(np.searchsorted(ends, stop), len(ends) - 1)
+    ends, stop = room.cumsum(), stretch.cumsum()
+    after = np.minimum(ends.searchsorted(stop), len(ends) - 1)
     before = np.maximum(after - 1, 0)
     near = np.where(ends[after] - stop <= np.abs(stop - ends[before]), ends[after], ends[before])
     near[-1] = stop[-1]
     moved = near.copy()
     moved[1:] -= near[:-1]
     fits = wanted.copy()
-    fits[node[moved * 101 < need * 100]] = False
-    fits[node[moved <= 0]] = False
+    fits[node[(moved * 101 < need * 100) | (moved <= 0)]] = False
     return np.where(fits[node], moved, stretch)
 
 
 def _proportional(
     need: Int64Array, weight: Int64Array, total: Int64Array, first: Int64Array, group: Int64Array
 ) -> Int64Array:
-    """For each row of `weight` (2, K): at least `need`, and what is left of `total` by weight."""
-    fixed = np.zeros(weight.shape, dtype=bool)
-    result = weight
+    """At least `need`, and what is left of `total` by `weight`."""
+    fixed = np.zeros(len(need), dtype=bool)
+    result = need
     for _ in range(3):
-        left = np.maximum(total - np.add.reduceat(need * fixed, first, axis=1), 0)
-        free = np.maximum(np.add.reduceat(weight * ~fixed, first, axis=1), 1)
-        result = np.where(fixed, need, _times_ratio(weight, left[:, group], free[:, group]))
+        left = np.maximum(total - np.add.reduceat(need * fixed, first), 0)
+        free = np.maximum(np.add.reduceat(weight * ~fixed, first), 1)
+        result = np.where(fixed, need, _times_ratio(weight, left[group], free[group]))
         short = result < need
         if not np.any(short & ~fixed):
             break
@@ -75,17 +75,19 @@ def _proportional(
 
 def _times_ratio(weight: Int64Array, left: Int64Array, free: Int64Array) -> Int64Array:
     """weight * left / free without leaving 64 bits, with at least 31 bits of the ratio's denominator."""
-    shift = max(0, int(free.max(initial=1)).bit_length() - 31)
+    shift = max(0, int(free.max()).bit_length() - 31)
     return (weight >> shift) * left // np.maximum(free >> shift, 1)
 
 
 def _scaled(stretch: Int64Array, total: Int64Array, first: Int64Array, group: Int64Array) -> Int64Array:
     """Stretches in proportion that add up to `total` of each group exactly."""
     stretch = np.maximum(stretch, 1)
-    after = np.cumsum(stretch)
+    sums = np.add.reduceat(stretch, first)
+    after = stretch.cumsum()
     after -= (after - stretch)[first][group]
-    last = np.append(first[1:], len(stretch)) - 1
-    stop = np.minimum(_times_ratio(after, total[group], after[last][group]), total[group])
-    stop[last] = total
-    stop[1:] -= np.where(group[1:] == group[:-1], stop[:-1], 0)
-    return stop
+    stop = np.minimum(_times_ratio(after, total[group], sums[group]), total[group])
+    stop[np.append(first[1:], len(stretch)) - 1] = total
+    result = stop.copy()
+    result[1:] -= stop[:-1]
+    result[first] = stop[first]
+    return result
