@@ -211,6 +211,7 @@ def test_run_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert record["mean"] == pytest.approx(expected)
         assert record["max"] == pytest.approx(expected)
         assert (record["schema"], record["steps"], record["trace"]) == (benchmark.SCHEMA, 2, "tiny")
-        assert {"versions", "commit", "machine", "command", "time"} <= record.keys()
+        assert {"environment", "command"} <= record.keys()
+        assert {"versions", "commit", "processor", "time"} <= record["environment"].keys()
         assert 0 < record["plan_seconds"]["median"] <= record["plan_seconds"]["p99"]
     assert len(capsys.readouterr().out.splitlines()) == 4
