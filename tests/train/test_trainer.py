@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from knapformer.data import read_manifest
-from knapformer.errors import DataError, SpecError
+from knapformer.errors import DataError, RankMismatchError, SpecError
 from knapformer.train import TrainConfig, Trainer, read_config
 from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
@@ -96,6 +96,61 @@ def test_restart_on_other_world_sizes(folder, tmp_path):
         (target / folders[0].name).symlink_to(folders[0])
         resumed = config(folder, run={"steps": 4, "checkpoints": str(target)})
         assert run_ranks(world, losses, resumed)[0] == pytest.approx(expected[2:], rel=1e-4)
+
+
+def stopped_after_two_steps(rank, world_size, settings):
+    """The run is left in the middle: the next batch is loaded and planned, and counts for nothing."""
+    trainer = Trainer(settings, read_manifest(settings.data.manifest), torch.device("cpu"))
+    loaded = []
+    load = trainer.load
+    trainer.load = lambda step: loaded.append(step) or load(step)
+    waits = []
+    for step, report in trainer.fit():
+        waits.append(0 <= report.wait_seconds < report.seconds and report.plan_seconds > 0)
+        if step == 1:
+            break
+    return trainer.sampler.step, trainer.sampler.state_dict()["step"], loaded[:2], len(loaded) <= 3, waits
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_checkpoint_counts_the_batches_taken_not_those_loaded_ahead(folder, tmp_path, taken):
+    """Saved in the middle of a run, after every step; resumed from one of them on other world sizes."""
+    expected = run_ranks(2, losses, config(folder, run={"steps": 4}))[0]
+    saved = tmp_path / "run"
+    settings = config(folder, run={"steps": 4, "checkpoints": str(saved), "save_every": 1})
+    assert run_ranks(2, stopped_after_two_steps, settings) == [(2, 2, [0, 1], True, [True, True])] * 2
+    assert sorted(f.name for f in saved.iterdir()) == ["step-00000001", "step-00000002"]
+    for world in (1, 3):
+        target = tmp_path / f"copy-{world}"
+        target.mkdir()
+        (target / f"step-0000000{taken}").symlink_to(saved / f"step-0000000{taken}")
+        got = run_ranks(world, losses, config(folder, run={"steps": 4, "checkpoints": str(target)}))[0]
+        assert got == pytest.approx(expected[taken:], rel=1e-4)
+        assert len(got) > 1 and got[1:] != pytest.approx(expected[taken:-1], rel=1e-3)  # another step's would differ
+
+
+def with_a_lost_file(rank, world_size, settings):
+    trainer = Trainer(settings, read_manifest(settings.data.manifest), torch.device("cpu"))
+    load = trainer.load
+
+    def lose(step):
+        if step == 2 and rank == 1:
+            raise FileNotFoundError("picture.png")
+        return load(step)
+
+    trainer.load = lose
+    steps = []
+    with pytest.raises((FileNotFoundError, RankMismatchError)) as caught:
+        for step, _ in trainer.fit():
+            steps.append(step)
+    return steps, type(caught.value).__name__, str(caught.value)
+
+
+def test_a_file_that_cannot_be_loaded_ends_the_run_on_every_rank(folder):
+    results = run_ranks(3, with_a_lost_file, config(folder, run={"steps": 4}))
+    assert [kind for _, kind, _ in results] == ["RankMismatchError", "FileNotFoundError", "RankMismatchError"]
+    assert all(steps == [0, 1] and "picture.png" in text for steps, _, text in results)
+    assert "failed at batch 2: FileNotFoundError" in results[0][2]
 
 
 def test_an_incomplete_checkpoint_is_not_used(tmp_path):

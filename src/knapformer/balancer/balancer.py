@@ -7,8 +7,9 @@ by digest: a rank that differs makes every rank raise, none hangs.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from knapformer.balancer.compat import OriginalSurface
+from knapformer.balancer.prefetch import BatchT, Prefetch, PrefetchChannel, Source, default_lengths
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
 from knapformer.comm.gather import check_equal, stable_digest
 from knapformer.errors import RankMismatchError, SpecError
 from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
+from knapformer.plan.arrays import Int64Array
 from knapformer.plan.planners import BagsPlanner
 
 
@@ -84,7 +87,7 @@ class SequenceBalancer(OriginalSurface):
                 f"the cluster has {cluster.world_size} ranks, the process group {base.size}; describe the group's ranks"
             )
         cluster = cluster or Cluster(base.size)
-        self._group, self._cluster, part_sizes = base, cluster, list(cluster.node_sizes)
+        self._base, self._group, self._cluster, part_sizes = base, base, cluster, list(cluster.node_sizes)
         if isinstance(self._planner, BagsPlanner):
             spec = self._planner.spec
             num_groups = spec.num_groups(base.size)
@@ -94,6 +97,7 @@ class SequenceBalancer(OriginalSurface):
         self._part_of, self._part, self._part_group = self._make_parts(base, self._group, part_sizes)
         self._device = torch.device(device) if device is not None else self._group.device
         self._gather = LengthGather(self._group, {})
+        self._channel = PrefetchChannel(base)
         self._latest: RoutingStep | None = None
 
     def plan_routing(
@@ -119,10 +123,72 @@ class SequenceBalancer(OriginalSurface):
         """
         start = time.perf_counter()
         sequences = self._gather(seq_lens, text_lens, {"token_dim": token_dim})
+        share = partial(gather_integers, self._group) if self._verify else None
+        step = self._agreed(partial(self._make_step, sequences, token_dim), share, self._group.ranks)
+        self._latest = replace(step, plan_seconds=time.perf_counter() - start)
+        return self._latest
+
+    def prefetch(
+        self,
+        loader: Iterable[BatchT],
+        *,
+        lengths: Callable[[BatchT], Any] | None = None,
+        token_dim: int | None = None,
+        depth: int = 1,
+        empty: Callable[[], BatchT] | None = None,
+    ) -> Prefetch[BatchT]:
+        """Plan each batch of `loader` in a thread, while the steps before it run. Collective over the group.
+
+            for batch, step in balancer.prefetch(loader):
+                _, x, _ = step.route(batch.x)
+                ...
+
+        Batches come in order, each with the step that `plan_routing` would have returned, its index tensors made. All
+        ranks must take equally many. The loader is iterated in the thread, `depth` batches ahead at most, so what it
+        says of its position is ahead too: for checkpoints count the batches taken. Where steps run on an accelerator,
+        let it make batches on the CPU and move them when they are taken. One iterator at a time may be open
+        on a balancer. Leaving the loop closes it; see `Prefetch.close`.
+
+        Args:
+            loader: makes this rank's batches.
+            lengths: seq_lens of a batch, or the tuple (seq_lens, text_lens), as for `plan_routing`; default the batch's
+                attributes `seq_lens` and, if it has it, `text_lens`.
+            token_dim: as for `plan_routing`.
+            depth: batches that may be planned and not yet taken.
+            empty: makes a batch without sequences, for ranks whose loader has ended while others have batches. Without
+                it, all ranks stop where the first loader ends, with a warning.
+
+        Raises:
+            SpecError, RankMismatchError: on every rank, for arguments that make no sense or differ between ranks.
+
+        Taking a batch raises what went wrong with it, after all batches before it were delivered: on the rank whose
+        loader or `lengths` failed, its own exception, elsewhere `RankMismatchError`; `PlanError` on every rank for
+        lengths that cannot be planned; `RankMismatchError` where another rank has closed its iterator.
+        """
+
+        def plan(sequences: Sequences) -> RoutingStep:
+            step = self._make_step(sequences, token_dim)
+            return step.prepare(step.cost.num_heads)
+
+        def deliver(step: RoutingStep) -> None:
+            self._latest = step
+
+        first = self._base.ranks.index(self._group.ranks[0])
+        return self._channel.open(
+            Source(loader, lengths or default_lengths, empty, depth),
+            settings={"token_dim": token_dim},
+            members=slice(first, first + self._group.size),
+            plan=lambda sequences, share: self._agreed(partial(plan, sequences), share, self._base.ranks),
+            deliver=deliver,
+            device=self._device,
+        )
+
+    def _make_step(self, sequences: Sequences, token_dim: int | None) -> RoutingStep:
+        """This rank's view of the plan; not collective."""
         cost = self.cost(token_dim)
-        placement = self._plan(sequences, cost)
+        placement = self._planner(sequences, self._cluster, cost, self._limits).validate()
         spans = _spans_parts(placement, self._part_of)
-        self._latest = RoutingStep(
+        return RoutingStep(
             placement=placement,
             cluster=self._cluster,
             cost=cost,
@@ -132,9 +198,7 @@ class SequenceBalancer(OriginalSurface):
             device=self._device,
             kernel=self._kernel,
             verify=self._verify,
-            plan_seconds=time.perf_counter() - start,
         )
-        return self._latest
 
     def cost(self, token_dim: int | None = None) -> CostModel:
         """The prices steps are planned with."""
@@ -154,26 +218,36 @@ class SequenceBalancer(OriginalSurface):
 
     @property
     def latest(self) -> RoutingStep | None:
-        """The step planned last."""
+        """The step that `plan_routing` returned last, or a prefetch iterator delivered."""
         return self._latest
 
-    def _plan(self, sequences: Sequences, cost: CostModel) -> Placement:
-        """Plan, and make sure that every rank has the same plan before any of them acts on it."""
-        outcome: Placement | Exception
+    def _agreed(
+        self, make: Callable[[], RoutingStep], share: Callable[[Int64Array], np.ndarray] | None, ranks: tuple[int, ...]
+    ) -> RoutingStep:
+        """Make a step, and be sure that every rank has the same plan before any of them acts on it.
+
+        Args:
+            make: makes this rank's step.
+            share: gathers integers of `ranks`; None if nothing is compared.
+            ranks: global ranks, of whole balancing groups.
+        """
+        outcome: RoutingStep | Exception
         try:
-            outcome = self._planner(sequences, self._cluster, cost, self._limits).validate()
+            outcome = make()
         except Exception as error:  # raised again below, once the other ranks know
             outcome = error
         failed = isinstance(outcome, Exception)
-        if self._verify:
-            mine = [int(failed), 0 if isinstance(outcome, Exception) else outcome.digest()]
-            table = gather_integers(self._group, np.array(mine, dtype=np.int64))
-            others = [self._group.ranks[r] for r in np.flatnonzero(table[:, 0])]
+        if share is not None:
+            mine = [int(failed), 0 if isinstance(outcome, Exception) else outcome.placement.digest()]
+            table = share(np.array(mine, dtype=np.int64))
+            others = [ranks[r] for r in np.flatnonzero(table[:, 0])]
             if others and not failed:
                 raise RankMismatchError(f"planning failed on rank {others[0]} but not here; its own error says why")
             if not others:
                 advice = "a planner must be a pure function of the gathered lengths; check custom planners and versions"
-                check_equal(self._group, table[:, 1:], ["the plan"], advice)
+                for first in range(0, len(ranks), self._group.size):
+                    group = slice(first, first + self._group.size)
+                    check_equal(ranks[group], table[group, 1:], ["the plan"], advice)
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -47,7 +47,9 @@ class RoutingStep:
         device: where index tensors live.
         kernel: attention kernel by name, None for the device's default.
         verify: whether routed tensors are compared across ranks before they move, so that errors are collective.
-        plan_seconds: time this rank took to gather lengths, plan, and compare plans [s].
+        plan_seconds: time this rank took to gather lengths, plan, and compare plans [s]; of a prefetched step, in its
+            thread, with the making of its tables and the wait for other ranks' loaders.
+        wait_seconds: time the training thread waited for a prefetched step [s].
     """
 
     placement: Placement
@@ -60,6 +62,7 @@ class RoutingStep:
     kernel: str | None = None
     verify: bool = True
     plan_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -76,6 +79,13 @@ class RoutingStep:
     def metrics(self) -> Metrics:
         """Modelled loads, imbalances and traffic of the placement."""
         return measure(self.placement, self.cluster, self.cost)
+
+    def prepare(self, num_heads: int) -> Self:
+        """Make now what routing and the first layer of a model with `num_heads` heads would make when they need it."""
+        _ = self.layout, self._to_shards, self._to_home, self._to_holders
+        if self._shares_attention:
+            self._split_attention(num_heads)
+        return self
 
     def route(
         self, x: Tensor, features: Sequence[Tensor] | None = None
@@ -187,7 +197,7 @@ class RoutingStep:
         signature = [stable_digest(verb), stable_digest(kinds), self.placement.digest()]
         table = gather_integers(self.group, np.array([*signature, wants, num_rows], dtype=np.int64))
         check_equal(
-            self.group,
+            self.group.ranks,
             table,
             ["the call (route, reverse_route, deliver)", "dtypes or trailing shapes of the tensors", "the step's plan"],
             "make the same calls in the same order on every rank; tensors may differ in their number of rows only",

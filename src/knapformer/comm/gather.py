@@ -1,13 +1,17 @@
 """Sharing what every rank must know: lengths, digests, signatures. Fixed-width integers, one small collective each.
 
 Nothing is raised on local knowledge. A rank whose input is bad still takes part and sends a status code with two
-numbers of detail; every rank then builds the same message from what it received and raises the same error.
+numbers of detail, or a short text; every rank then builds the same message from what it received and raises the same
+error. What is no error travels the same way: that a rank has no further batch, or takes none.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
@@ -31,6 +35,12 @@ class Status(IntEnum):
     TEXT_NOT_INTEGERS = 3
     TEXT_COUNT = 4
     TEXT_RANGE = 5
+    FAILED = 6
+    """Its batch could not be made; the note says why."""
+    CLOSED = 7
+    """It takes no further batch."""
+    ENDED = 8
+    """It has no further batch of its own."""
 
 
 _MESSAGES = {
@@ -40,36 +50,119 @@ _MESSAGES = {
     Status.TEXT_COUNT: "text_lens has {0} entries for {1} sequences; pass one text length per sequence",
     Status.TEXT_RANGE: "sequence {0} has text length {1}; allowed is 0 to the sequence's length",
 }
-_HEADER = 5  # status, two details, number of sequences, call number
+_NOTE_BYTES = 200
 
 
-def gather_integers(group: RankGroup, values: Int64Array) -> np.ndarray:
-    """(N,) integers of this rank -> (group size, N), row r from rank r. N must be equal on all ranks."""
-    if group.handle is None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """What a rank brings to a gather: usable lengths [tokens], or a status and none."""
+
+    status: Status
+    details: tuple[int, int] = (0, 0)
+    lens: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    text: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    note: str = ""
+
+    @classmethod
+    def of(cls, seq_lens: Iterable[int] | torch.Tensor, text_lens: Iterable[int] | torch.Tensor | None = None) -> Self:
+        """Lengths as a user gives them."""
+        lens = _integers(seq_lens)
+        if lens is None:
+            return cls(Status.NOT_INTEGERS)
+        bad = np.flatnonzero((lens < 1) | (lens > MAX_LENGTH))
+        if len(bad):
+            return cls(Status.LENGTH_RANGE, (int(bad[0]), int(lens[bad[0]])))
+        text = np.zeros_like(lens) if text_lens is None else _integers(text_lens)
+        if text is None:
+            return cls(Status.TEXT_NOT_INTEGERS)
+        if len(text) != len(lens):
+            return cls(Status.TEXT_COUNT, (len(text), len(lens)))
+        bad = np.flatnonzero((text < 0) | (text > lens))
+        if len(bad):
+            return cls(Status.TEXT_RANGE, (int(bad[0]), int(text[bad[0]])))
+        return cls(Status.OK, lens=lens, text=text)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> Self:
+        """That making the batch raised `error`; the first 200 bytes of its text travel."""
+        try:
+            text = str(error)
+        except Exception:  # whatever it is, it must not keep this rank from the gather
+            text = "(no text)"
+        return cls(Status.FAILED, note=f"{type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """The contributions of all ranks, the same on every rank; row r is that of `ranks[r]`, a global rank."""
+
+    ranks: tuple[int, ...]
+    rows: list[Contribution]
+
+    def ranks_with(self, status: Status) -> list[int]:
+        """Global ranks of that status."""
+        return [rank for rank, row in zip(self.ranks, self.rows, strict=True) if row.status == status]
+
+    def note(self, rank: int) -> str:
+        """The note of a global rank."""
+        return self.rows[self.ranks.index(rank)].note
+
+    def sequences(self, members: slice = slice(None)) -> Sequences:
+        """The sequences of a range of rows, whose homes are counted from its start."""
+        rows = self.rows[members]
+        return Sequences.from_ranks([row.lens for row in rows], [row.text for row in rows])
+
+    def check_lengths(self) -> None:
+        """Raise `PlanError` if the lengths of a rank are not usable."""
+        for rank, row in zip(self.ranks, self.rows, strict=True):
+            if row.status in _MESSAGES:
+                raise PlanError(f"rank {rank}: {_MESSAGES[row.status].format(*row.details)}")
+
+
+def gather_integers(group: RankGroup, values: Int64Array, *, pause: Callable[[], None] | None = None) -> np.ndarray:
+    """(N,) integers of this rank -> (group size, N), row r from rank r. N must be equal on all ranks.
+
+    Args:
+        group: the ranks.
+        values: N integers.
+        pause: what to do again and again until the others have come; default is to wait inside torch, where a daemon
+            thread must not be when the interpreter exits.
+    """
+    handle = group.handle  # held until the end: if torch freed the group now, it would wait for the other ranks first
+    if handle is None:
         return values[None].copy()
     device = group.device
     mine = torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
     everyone = torch.empty(group.size * len(values), dtype=torch.int64, device=device)
-    _all_gather(everyone, mine, group=group.handle)
+    work = _all_gather(everyone, mine, group=handle, async_op=pause is not None)
+    if work is not None and pause is not None:
+        while not work.is_completed():
+            pause()
+        try:
+            work.wait()  # raises if it failed
+        except RuntimeError as error:
+            raise RankMismatchError(
+                "lost contact with another rank while waiting for it; it may have exited, and its own error says why"
+            ) from error
     return everyone.cpu().numpy().reshape(group.size, len(values))
 
 
 def agree(group: RankGroup, values: Sequence[int], names: Sequence[str], advice: str) -> None:
     """Raise the same `RankMismatchError` on every rank unless all ranks pass equal `values`, named by `names`."""
     table = gather_integers(group, np.array(values, dtype=np.int64))
-    check_equal(group, table, names, advice)
+    check_equal(group.ranks, table, names, advice)
 
 
-def check_equal(group: RankGroup, table: np.ndarray, names: Sequence[str], advice: str) -> None:
-    """Raise `RankMismatchError` if the rows of a gathered table differ; names the columns and the minority ranks."""
+def check_equal(ranks: Sequence[int], table: np.ndarray, names: Sequence[str], advice: str) -> None:
+    """Raise `RankMismatchError` if the rows of a gathered table differ; names the columns and the minority `ranks`."""
     differs = [name for column, name in enumerate(names) if np.any(table[:, column] != table[0, column])]
     if not differs:
         return
     rows = [tuple(row) for row in table[:, : len(names)].tolist()]
     usual = Counter(rows).most_common(1)[0][0]  # of equally common ones, the lowest rank's
-    odd = [rank for rank, row in zip(group.ranks, rows, strict=True) if row != usual]
+    odd = [rank for rank, row in zip(ranks, rows, strict=True) if row != usual]
     raise RankMismatchError(
-        f"ranks disagree on {' and '.join(differs)}: not as the others: {_name_ranks(odd)}; {advice}"
+        f"ranks disagree on {' and '.join(differs)}: not as the others: {name_ranks(odd)}; {advice}"
     )
 
 
@@ -88,10 +181,13 @@ class LengthGather:
     Args:
         group: the balancing group.
         settings: name -> anything whose text must be equal on all ranks (planner, cluster, prices, limits).
+        pause: as in `gather_integers`.
     """
 
-    def __init__(self, group: RankGroup, settings: dict[str, object]) -> None:
-        self._group = group
+    def __init__(
+        self, group: RankGroup, settings: dict[str, object], *, pause: Callable[[], None] | None = None
+    ) -> None:
+        self._group, self._pause = group, pause
         self._names = list(settings)
         self._settings = [stable_digest(value) for value in settings.values()]
         self._room = 32
@@ -109,60 +205,55 @@ class LengthGather:
             PlanError: on every rank, if one rank's lengths are not usable.
             RankMismatchError: on every rank, if settings or the number of calls differ between ranks.
         """
-        status, lens, text = _read(seq_lens, text_lens)
+        return self.collect(Contribution.of(seq_lens, text_lens), extra_settings).sequences()
+
+    def collect(self, mine: Contribution, extra_settings: dict[str, object] | None = None) -> Gathered:
+        """What all ranks bring. Raises as `__call__` does, unless a rank failed: then the caller has more to say."""
         extra = extra_settings or {}
-        header = [*status, len(lens), self._calls, *self._settings, *(stable_digest(v) for v in extra.values())]
+        settings = [*self._settings, *(stable_digest(value) for value in extra.values())]
+        header = [mine.status, *mine.details, len(mine.lens), self._calls, *settings]
         self._calls += 1
         while True:
             message = np.zeros(len(header) + 2 * self._room, dtype=np.int64)
             message[: len(header)] = header
-            body = message[len(header) :].reshape(2, self._room)
-            kept = min(len(lens), self._room)
-            body[0, :kept], body[1, :kept] = lens[:kept], text[:kept]
-            table = gather_integers(self._group, message)
+            _write_body(message[len(header) :], mine)
+            table = gather_integers(self._group, message, pause=self._pause)
             most = int(table[:, 3].max())
             if most <= self._room:
                 break
             self._room = 1 << (most - 1).bit_length()
-        self._check(table, [*self._names, *extra])
-        bodies = table[:, len(header) :].reshape(self._group.size, 2, self._room)
-        counts = table[:, 3].tolist()
-        return Sequences.from_ranks(
-            [bodies[r, 0, :n] for r, n in enumerate(counts)], [bodies[r, 1, :n] for r, n in enumerate(counts)]
-        )
-
-    def _check(self, table: np.ndarray, names: list[str]) -> None:
-        for rank, row in zip(self._group.ranks, table.tolist(), strict=True):
-            if row[0] != Status.OK:
-                raise PlanError(f"rank {rank}: {_MESSAGES[Status(row[0])].format(row[1], row[2])}")
+        gathered = Gathered(self._group.ranks, [_read_row(row, len(header)) for row in table])
+        if not gathered.ranks_with(Status.FAILED):
+            gathered.check_lengths()
         check_equal(
-            self._group,
-            table[:, 4:],
-            ["the number of plan_routing calls", *names],
+            self._group.ranks,
+            table[:, 4 : len(header)],
+            ["the number of plan_routing calls", *self._names, *extra],
             "construct the balancer with the same arguments and call plan_routing equally often on every rank",
         )
+        return gathered
 
 
-def _read(
-    seq_lens: Iterable[int] | torch.Tensor, text_lens: Iterable[int] | torch.Tensor | None
-) -> tuple[tuple[int, int, int], Int64Array, Int64Array]:
-    """Status with two numbers of detail, and the lengths; empty lengths where they cannot be used."""
-    none = np.zeros(0, dtype=np.int64)
-    lens = _integers(seq_lens)
-    if lens is None:
-        return (Status.NOT_INTEGERS, 0, 0), none, none
-    bad = np.flatnonzero((lens < 1) | (lens > MAX_LENGTH))
-    if len(bad):
-        return (Status.LENGTH_RANGE, int(bad[0]), int(lens[bad[0]])), none, none
-    text = np.zeros_like(lens) if text_lens is None else _integers(text_lens)
-    if text is None:
-        return (Status.TEXT_NOT_INTEGERS, 0, 0), none, none
-    if len(text) != len(lens):
-        return (Status.TEXT_COUNT, len(text), len(lens)), none, none
-    bad = np.flatnonzero((text < 0) | (text > lens))
-    if len(bad):
-        return (Status.TEXT_RANGE, int(bad[0]), int(text[bad[0]])), none, none
-    return (Status.OK, 0, 0), lens, text
+def _write_body(body: Int64Array, mine: Contribution) -> None:
+    """Lengths and text lengths, a half each, as far as there is room; or the note, which always fits."""
+    if mine.note:
+        words = np.frombuffer(
+            mine.note.encode(errors="backslashreplace")[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0"), dtype=np.int64
+        )
+        body[: len(words)] = words
+        return
+    halves = body.reshape(2, -1)
+    kept = min(len(mine.lens), halves.shape[1])
+    halves[0, :kept], halves[1, :kept] = mine.lens[:kept], mine.text[:kept]
+
+
+def _read_row(row: Int64Array, header: int) -> Contribution:
+    status, details, count, body = Status(int(row[0])), (int(row[1]), int(row[2])), int(row[3]), row[header:]
+    if status == Status.FAILED:
+        text = body[: _NOTE_BYTES // 8].tobytes().rstrip(b"\0").decode(errors="ignore")  # may be cut inside a character
+        return Contribution(status, details, note=text)
+    halves = body.reshape(2, -1)
+    return Contribution(status, details, halves[0, :count], halves[1, :count])
 
 
 def _integers(values: Iterable[int] | torch.Tensor) -> Int64Array | None:
@@ -185,6 +276,7 @@ def int_or_fail(value: object) -> int:
     return value.__index__()  # type: ignore[attr-defined]
 
 
-def _name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """'rank 3', or 'ranks 3, 5': the first eight."""
     shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -105,3 +105,29 @@ def partition(group: RankGroup, sizes: Sequence[int]) -> RankGroup:
     if mine is None:
         raise SpecError(f"rank {group.rank} is in none of the parts {list(sizes)}")
     return mine
+
+
+def side_group(group: RankGroup) -> RankGroup:
+    """The same ranks with a group of their own for small CPU messages of another thread. Collective over `group`.
+
+    Collectives of two threads must not share a group: nothing would order them the same way on every rank. It is a
+    gloo group also beside an NCCL one.
+
+    Where `group` is a part of the world, its ranks must be members of equally many groups (`num_memberships`), from
+    which torch makes the new group's name.
+
+    Raises:
+        SpecError: if the group's ranks are not in ascending order.
+    """
+    if group.handle is None or group.size == 1:
+        return RankGroup(group.rank, group.ranks)
+    if list(group.ranks) != sorted(group.ranks):
+        raise SpecError(f"the ranks of the balancer's group must be in ascending order here, got {list(group.ranks)}")
+    whole = group.size == dist.get_world_size()
+    created = dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=not whole)
+    return RankGroup(group.rank, group.ranks, weakref.ref(created))  # type: ignore[arg-type]
+
+
+def num_memberships() -> int:
+    """Process groups that this process is a member of."""
+    return len(dist.distributed_c10d._world.pg_names) if dist.is_available() and dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""One training step's forward: plan, route, run the model where the tokens are, and weigh the loss by global counts.
+"""One training step's forward: route, run the model where the tokens are, and weigh the loss by global counts.
 
 Every rank knows the global counts from the plan, so each rank sums its tokens' losses with global weights and the sum
 over ranks is the loss of the whole batch, however it was cut. Modes:
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from knapformer.attention import Layout
-from knapformer.balancer import RoutingStep, SequenceBalancer
+from knapformer.balancer import RoutingStep
 from knapformer.errors import SpecError
 from knapformer.plan import Sequences
 from knapformer.train.batch import HomeBatch
@@ -24,18 +24,17 @@ LossMode = Literal["token", "sample"]
 
 
 def flow_loss(
-    model: nn.Module, balancer: SequenceBalancer, batch: HomeBatch, text_table: Tensor, *, mode: LossMode = "token"
-) -> tuple[Tensor, RoutingStep]:
-    """This rank's part of the batch's loss (a sum with global weights), and the step. Collective.
+    model: nn.Module, step: RoutingStep, batch: HomeBatch, text_table: Tensor, *, mode: LossMode = "token"
+) -> Tensor:
+    """This rank's part of the batch's loss: a sum with global weights. Collective.
 
     Args:
         model: an `MMDiT`.
-        balancer: plans the step.
+        step: planned for the batch.
         batch: what this rank loaded.
         text_table: (vocabulary, text channels) features of the text tokens.
         mode: how tokens are weighted.
     """
-    step = balancer.plan_routing(batch.seq_lens, text_lens=batch.text_lens)
     _, noisy, features = step.route(batch.noisy, [batch.target, batch.ids, batch.text])
     target, ids, text = features or []
     timestep, pooled = step.deliver(batch.timestep, batch.pooled)
@@ -50,7 +49,7 @@ def flow_loss(
     )
     error = (velocity - target.index_select(0, layout.image_index).to(velocity.dtype)).square().mean(dim=1)
     weight = _token_weights(step, layout, mode).to(error.dtype)
-    return (error * weight).sum(), step
+    return (error * weight).sum()
 
 
 def _token_weights(step: RoutingStep, layout: Layout, mode: LossMode) -> Tensor:

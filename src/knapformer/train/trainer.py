@@ -1,10 +1,12 @@
 """The training loop: load, collate, plan, route, forward, backward, update; measure, record, save.
 
+`fit` loads and plans the next batch in a thread while a step runs; `step` trains on a batch that it is given.
+
 One step takes the same global batch and gives the same loss and gradients on any number of ranks and with any planner.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from knapformer.balancer import SequenceBalancer
+from knapformer.balancer import RoutingStep, SequenceBalancer
 from knapformer.comm import RankGroup, gather_integers
 from knapformer.data import GroupSampler, Manifest
 from knapformer.data.media import load_item
@@ -33,12 +35,15 @@ class StepReport:
 
     Attributes:
         loss: of the whole batch.
-        seconds: wall time of the slowest rank, from a common start to the end of the update [s].
+        seconds: wall time of the slowest rank, from a common start, before the batch is planned or taken, to the end of
+            the update [s].
         busy_seconds: per rank, time its main thread computed instead of waiting; empty where that is not measured.
         tokens: of the whole batch.
         modelled_imbalance: max/mean over ranks of modelled load.
         split_traffic, routed_fraction: of the placement.
-        plan_seconds: gathering lengths, planning and comparing plans, of the slowest rank [s].
+        plan_seconds: gathering lengths, planning and comparing plans, of the slowest rank, wherever it was done [s].
+        wait_seconds: the part of `seconds` spent waiting for a batch that is loaded and planned ahead, of the slowest
+            rank [s].
     """
 
     loss: float
@@ -49,6 +54,7 @@ class StepReport:
     split_traffic: float
     routed_fraction: float
     plan_seconds: float
+    wait_seconds: float
 
     @property
     def measured_imbalance(self) -> float | None:
@@ -91,7 +97,7 @@ class Trainer:
         self._world = RankGroup.of()
 
     def load(self, step: int) -> HomeBatch:
-        """What this rank loads for a step, collated and on the device."""
+        """What this rank loads for a step, collated and on the CPU."""
         ids = self.sampler.local(step, self._world.rank, self._world.size)
         return collate(
             [load_item(self.manifest[sample], self.config.media_options()) for sample in ids],
@@ -100,15 +106,38 @@ class Trainer:
             channels=self.config.mmdit().in_channels,
             pooled_channels=self.config.model.pooled_channels,
             max_text=self.config.data.max_text,
-        ).to(self.device)
+        )
 
     def step(self, batch: HomeBatch) -> StepReport:
-        """Train on one batch. Collective."""
+        """Plan a batch and train on it. Collective."""
+        return self._run(lambda: (batch, self.balancer.plan_routing(batch.seq_lens, text_lens=batch.text_lens)))
+
+    def fit(self) -> Iterator[tuple[int, StepReport]]:
+        """Train to the configured number of steps, resuming and saving as configured; yields each step's report."""
+        run = self.config.train
+        if run.checkpoints and (found := latest_checkpoint(run.checkpoints)):
+            self.restore(found)
+        # The sampler's position is what is saved, so it counts steps taken, not batches loaded ahead.
+        loader = map(self.load, range(self.sampler.step, run.steps))
+        with self.balancer.prefetch(loader) as planned:
+            while self.sampler.step < run.steps:
+                report = self._run(lambda: next(planned))
+                step = self.sampler.advance()
+                if run.checkpoints and (
+                    self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)
+                ):
+                    self.save(run.checkpoints)
+                yield step, report
+
+    def _run(self, take: Callable[[], tuple[HomeBatch, RoutingStep]]) -> StepReport:
+        """Train on the batch that `take` gives with its step. Collective."""
         config = self.config
         dist.barrier()
         self._synchronize()
         start, busy_start = time.perf_counter(), time.thread_time()
-        loss, step = flow_loss(self.model, self.balancer, batch, self.text_table, mode=config.train.loss)
+        batch, step = take()
+        batch = batch.to(self.device)
+        loss = flow_loss(self.model, step, batch, self.text_table, mode=config.train.loss)
         (loss * self._world.size).backward()  # FSDP averages over ranks; the batch's loss is the sum
         if config.optim.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
@@ -118,33 +147,22 @@ class Trainer:
         elapsed, busy = time.perf_counter() - start, time.thread_time() - busy_start
         total = loss.detach().double()
         dist.all_reduce(total)
-        mine = np.array([elapsed * 1e9, busy * 1e9, step.plan_seconds * 1e9, sum(batch.seq_lens)])
+        mine = np.array(
+            [elapsed * 1e9, busy * 1e9, step.plan_seconds * 1e9, step.wait_seconds * 1e9, sum(batch.seq_lens)]
+        )
         measured = gather_integers(self._world, mine.astype(np.int64))
-        seconds, metrics = measured[:, :3] / 1e9, step.metrics
+        seconds, metrics = measured[:, :4] / 1e9, step.metrics
         return StepReport(
             loss=float(total),
             seconds=float(seconds[:, 0].max()),
             busy_seconds=seconds[:, 1].tolist() if self.device.type == "cpu" else [],
-            tokens=int(measured[:, 3].sum()),
+            tokens=int(measured[:, 4].sum()),
             modelled_imbalance=metrics.time_imbalance,
             split_traffic=metrics.split_traffic,
             routed_fraction=metrics.routed_fraction,
             plan_seconds=float(seconds[:, 2].max()),
+            wait_seconds=float(seconds[:, 3].max()),
         )
-
-    def fit(self) -> Iterator[tuple[int, StepReport]]:
-        """Train to the configured number of steps, resuming and saving as configured; yields each step's report."""
-        run = self.config.train
-        if run.checkpoints and (found := latest_checkpoint(run.checkpoints)):
-            self.restore(found)
-        while self.sampler.step < run.steps:
-            step = self.sampler.advance()
-            report = self.step(self.load(step))
-            if run.checkpoints and (
-                self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)
-            ):
-                self.save(run.checkpoints)
-            yield step, report
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint. Collective."""
