@@ -25,6 +25,12 @@ def test_the_example_runs_under_torchrun(tmp_path):
     assert float(printed[2]) < 1.05
 
 
+def test_its_table_is_that_of_the_record():
+    from benchmarks.planners import render_table
+
+    assert render_table(ROOT / "benchmarks" / "results" / "planners.jsonl") in README
+
+
 def test_its_links_lead_somewhere():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert len(links) > 10
