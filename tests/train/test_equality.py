@@ -155,6 +155,14 @@ def test_under_fsdp_with_checkpointing_and_the_next_batch_planned(world_size, sp
     check(world_size, spec, kind=kind, fsdp=True, checkpointing=True, plan_next=True)
 
 
+@pytest.mark.parametrize("mix", ["mixed", "giant", "first rank idle"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+def test_the_default_planner(world_size, mix):
+    check(world_size, "auto", mix=mix)
+    if world_size <= 4:
+        check(world_size, "auto", mix=mix, kind="dit", fsdp=True, checkpointing=True, plan_next=True)
+
+
 @pytest.mark.parametrize("kind", ["mmdit", "dit"])
 def test_fp32(kind):
     check(3, "g3n1", kind=kind, dtype=torch.float32)
@@ -201,6 +209,6 @@ def modelled_imbalance(rank, world_size, case):
 
 def test_balance_is_reached_not_only_equality():
     before = run_ranks(4, modelled_imbalance, Case("local", mix="giant", breaks="balance"))
-    after = run_ranks(4, modelled_imbalance, Case("g4n1", mix="giant", breaks="balance"))
     assert before == [4.0] * 4
-    assert max(after) < 1.01
+    for spec in ("g4n1", "auto"):
+        assert max(run_ranks(4, modelled_imbalance, Case(spec, mix="giant", breaks="balance"))) < 1.01

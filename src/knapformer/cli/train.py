@@ -7,7 +7,7 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from knapformer.cli.launch import run_on_ranks
-from knapformer.data import read_manifest
+from knapformer.data import GroupSampler, read_manifest
 from knapformer.report import RecordWriter
 from knapformer.train import StepReport, TrainConfig, Trainer, read_config
 
@@ -25,6 +25,8 @@ def train(config: Path, *, ranks: int | None = None, device: str | None = None) 
         cpu or cuda. Default: cuda where there is one.
     """
     settings = read_config(config)
+    settings.mmdit()  # errors of the input are raised here, in one line, and not on every rank
+    GroupSampler(settings.loader_groups(), read_manifest(settings.data.manifest).ids_by_source())
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     run_on_ranks(_train, (settings,), ranks=ranks or settings.train.ranks, device_type=device_type)
 
