@@ -63,7 +63,7 @@ def plan(
     gamma
         Time of an attention FLOP over that of a token-wise FLOP.
     steps
-        Steps to plan. Default: all of the trace.
+        Steps to plan; a recording has no more than it has. Default: all of the trace.
     seed
         For generated lengths.
     max_tokens_per_rank

@@ -57,7 +57,7 @@ def load_workload(text: str, *, world_size: int | None = None, num_steps: int | 
                 "use its world size, or a workload made of data codes"
             )
         _warn_seed(text, seed)
-        return trace if num_steps is None else trace.head(num_steps)
+        return _first_steps(trace, num_steps)
     raise _unknown(text)
 
 
@@ -87,7 +87,7 @@ def _load_preset(
                 f"workload {text!r} does not exist for {wanted} ranks: it is recorded, for {sorted(sizes)} ranks, and "
                 "not described by data codes; choose one of these world sizes or a flux-* workload"
             )
-        return recorded if num_steps is None else recorded.head(num_steps)
+        return _first_steps(recorded, num_steps)
     steps = recorded.num_steps if num_steps is None else num_steps
     if wanted == recorded.world_size and seed == 0 and steps <= recorded.num_steps:
         return recorded.head(steps)
@@ -107,6 +107,19 @@ def _warn_seed(text: str, seed: int) -> None:
         warnings.warn(
             f"seed {seed} is ignored: workload {text!r} is recorded, not drawn", KnapFormerWarning, stacklevel=3
         )
+
+
+def _first_steps(trace: Trace, num_steps: int | None) -> Trace:
+    """The first steps of a recorded trace, or all with a warning where it has fewer."""
+    if num_steps is None:
+        return trace
+    if num_steps > trace.num_steps:
+        warnings.warn(
+            f"trace {trace.name!r} has {trace.num_steps} recorded steps, {num_steps} were asked for; all are taken",
+            KnapFormerWarning,
+            stacklevel=3,
+        )
+    return trace.head(min(num_steps, trace.num_steps))
 
 
 def _unknown(text: str) -> SpecError:
