@@ -100,6 +100,13 @@ def test_fuzz(block: int) -> None:
             raise AssertionError(f"seed {seed}") from error
 
 
+def test_the_cap_holds_where_budgets_are_refined() -> None:
+    """A case of a long fuzz: rounding of lowered budgets once put a token too many on a rank."""
+    seqs, cluster, cost, planner, limits = random_case(66_175)
+    assert limits.max_tokens_per_rank == 188
+    check(seqs, cluster, cost, planner, limits)
+
+
 @settings(max_examples=150, deadline=None)
 @given(sequences(), st.integers(1, 9), st.integers(1, 64), st.sampled_from([None, "both", "time"]))
 def test_valid_placements(case: tuple[Sequences, int], per_node: int, heads: int, level: str | None) -> None:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import numpy as np
 
-from knapformer.errors import PlanError, SpecError
+from knapformer.errors import PlanError, PlanInvariantError, SpecError
 from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
@@ -79,17 +79,29 @@ class BalancedPlanner:
             traffic = int(predict(placement, cluster, cost).traffic.max()) if placement is not None else 0
         if placement is None:
             pieces = assign_nodes(sequences, cluster, cost, work, total)
-            length = sequences.length[pieces.seq]
-            amount = np.array((pieces.num_tokens, pieces.num_rows * length))
-            line = _budgets(pieces, amount, cluster, cap, both=both)
-            most = int(line.budget[0].max())
-            independent = not both and (cap is None or most < cap)
-            refine = not both and (cap is None or most + (most >> 9) < cap)
-            batch = Batch.of(pieces, length, amount, line)
-            shares, traffic = share_best(batch, cluster, cost, independent=independent, refine=refine)
-            placement = _placement(sequences, cluster, cost, pieces, shares, self.name)
+            placement, traffic = self._place(sequences, cluster, cost, pieces, cap, exactly=both)
+            if cap is not None and int(placement.tokens().max()) > cap:  # budgets were lowered here and raised there
+                placement, traffic = self._place(sequences, cluster, cost, pieces, cap, exactly=True)
+            if cap is not None and int(placement.tokens().max()) > cap:
+                raise PlanInvariantError(
+                    f"planner 'balanced' exceeds max_tokens_per_rank {cap}; please report the lengths"
+                )
         certificate = certify(placement, cluster, cost, total_work=total, traffic=traffic, cap=cap)
         return placement.certified(certificate)
+
+    def _place(
+        self, sequences: Sequences, cluster: Cluster, cost: CostModel, pieces: Pieces, cap: int | None, *, exactly: bool
+    ) -> tuple[Placement, int]:
+        """The best shares and their traffic [tick]; `exactly` fills every rank to its budget, which keeps the cap."""
+        length = sequences.length[pieces.seq]
+        amount = np.array((pieces.num_tokens, pieces.num_rows * length))
+        line = _budgets(pieces, amount, cluster, cap, both=self._levels_both(cost))
+        most = int(line.budget[0].max())
+        independent = not exactly and (cap is None or most < cap)
+        refine = not exactly and (cap is None or most + (most >> 9) < cap)
+        batch = Batch.of(pieces, length, amount, line)
+        shares, traffic = share_best(batch, cluster, cost, independent=independent, refine=refine)
+        return _placement(sequences, cluster, cost, pieces, shares, self.name), traffic
 
     def _levels_both(self, cost: CostModel) -> bool:
         if self.level is None:
