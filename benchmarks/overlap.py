@@ -122,13 +122,14 @@ def run_rank(args: argparse.Namespace) -> None:
         timeout=timedelta(minutes=5),
     )
     cost = CostModel.from_shapes(HEADS * HEAD_DIM, HEADS)
-    shared = SequenceBalancer(planner=SplitFirst(True), cost=cost)
+    shared = {
+        name: SequenceBalancer(planner=SplitFirst(True), cost=cost, overlap=name == "on") for name in ("on", "off")
+    }
     alone = SequenceBalancer(planner=SplitFirst(False), cost=cost)
     half = args.long // 2
     # Without traffic each rank attends half the rows of the long sequence as if it had them all: equal work.
     lens = ([args.long] if args.rank == 0 else []) + args.whole
-    layouts = {"on": shared.plan_routing(lens).layout, "off": shared.plan_routing(lens).layout}
-    layouts["off"].overlap = False
+    layouts = {name: balancer.plan_routing(lens).layout for name, balancer in shared.items()}
     layouts["none"] = alone.plan_routing([*args.whole, round(half * 2**0.5)]).layout
     times: dict[str, list[float]] = {name: [] for name in layouts}
     results: dict[str, list[torch.Tensor]] = {}

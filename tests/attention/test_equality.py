@@ -103,7 +103,7 @@ def test_corner_cases(mix):
 @pytest.mark.parametrize("spec", ["auto", RandomPlanner(4), UnevenHeadsPlanner()], ids=str)
 def test_nodes(spec, node_sizes):
     """Split attention stays in a node's group where the placement does, and uses the whole group where it does not."""
-    options = {"cluster": Cluster(4, node_sizes=node_sizes), "verify": False}
+    options = {"cluster": Cluster(4, node_sizes=node_sizes), "verify": False, "overlap": node_sizes != (2, 2)}
     assert max(run_ranks(4, difference, spec, 6, "mixed", torch.float64, False, options)) <= 1e-12
 
 

@@ -5,7 +5,8 @@ import torch
 
 from knapformer import SequenceBalancer
 from knapformer.errors import PlanError
-from knapformer.plan import Sequences
+from knapformer.plan import BagSpec, Sequences
+from knapformer.plan.planners import BagsPlanner
 from tests.ranks import run_ranks
 
 
@@ -81,6 +82,17 @@ def test_every_rank_raises_the_same_error(function, args, kind, message):
     assert [type(e).__name__ for e in errors] == [kind] * 2
     assert all(message in str(e) for e in errors)
     assert len({str(e) for e in errors}) == 1
+
+
+def planners_of_different_bags(rank, world_size):
+    spec = BagSpec.parse("g4n1" if rank == 3 else "g2n2")
+    SequenceBalancer(planner=BagsPlanner(spec)).plan_routing([4], 64)
+
+
+def test_bag_specs_are_compared_before_groups_are_made_from_them():
+    errors = run_ranks(4, planners_of_different_bags, expect_errors=True)
+    assert {type(e).__name__ for e in errors} == {"RankMismatchError"}
+    assert all("not as the others: rank 3" in str(e) for e in errors)
 
 
 def test_a_planner_that_fails_on_one_rank_stops_all():

@@ -23,7 +23,6 @@ from knapformer.plan import Cluster, Links
         (Cluster(4, 1), (1, 1, 1, 1), [0, 1, 2, 3]),
         (Cluster(6, node_sizes=(1, 3, 2)), (1, 3, 2), [0, 1, 1, 1, 2, 2]),
         (Cluster(6, 4, node_sizes=(1, 3, 2)), (1, 3, 2), [0, 1, 1, 1, 2, 2]),  # explicit sizes win
-        (Cluster.single_node(4), (4,), [0] * 4),
     ],
 )
 def test_nodes(cluster: Cluster, sizes: tuple[int, ...], node_of: list[int]) -> None:

@@ -61,7 +61,7 @@ class Layout:
         self._whole = whole
         self._kernel = kernel
         self._split_attention = split_attention
-        self.overlap = overlap
+        self._overlap = overlap
 
     @classmethod
     def of(
@@ -72,6 +72,7 @@ class Layout:
         *,
         kernel: str | None = None,
         split_attention: Callable[[int], SplitAttention] | None = None,
+        overlap: bool = True,
     ) -> Self:
         """The view of `rank`."""
         shards = placement.token_shards
@@ -99,6 +100,7 @@ class Layout:
             whole=(Segments.of(whole[:cut], whole[:cut], device), Segments.of(whole[cut:], whole[cut:], device)),
             kernel=kernel,
             split_attention=split_attention,
+            overlap=overlap,
         )
 
     @classmethod
@@ -165,11 +167,11 @@ class Layout:
         # One split each: slices would fill and add up whole-size gradients.
         (q_1, q_2, q_s), (k_1, k_2, k_s), (v_1, v_2, v_s) = (x.split(rows) for x in (q_THK, k_THK, v_THK))
         sent = split.send(q_s, k_s, v_s)
-        received = None if self.overlap else sent.wait()
+        received = None if self._overlap else sent.wait()
         o_1 = kernel(q_1, k_1, v_1, first, scale)
         q, k, v = received or sent.wait()
         returned = split.give_back(kernel(q, k, v, split.segments, scale))
-        outputs = None if self.overlap else returned.wait()
+        outputs = None if self._overlap else returned.wait()
         o_2 = kernel(q_2, k_2, v_2, second, scale)
         (o,) = outputs or returned.wait()
         return torch.cat([o_1, o_2, split.tokens(o)])

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from knapformer.balancer.batches import BatchT, Source, default_lengths
 from knapformer.balancer.compat import OriginalSurface
-from knapformer.balancer.prefetch import BatchT, Prefetch, PrefetchChannel, Source, default_lengths
+from knapformer.balancer.prefetch import Prefetch, PrefetchChannel
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
 from knapformer.comm.gather import check_equal, stable_digest
@@ -44,6 +45,7 @@ class SequenceBalancer(OriginalSurface):
         device: where routed tensors live; default that of the group's backend.
         verify: compare plans and routed tensors across ranks, one small collective each, so that a mistake on one rank
             raises on all. Turn off only where every microsecond counts.
+        overlap: let traffic of split attention travel behind attention of whole sequences. Changes no result.
 
     Construction is collective over the world.
 
@@ -65,6 +67,7 @@ class SequenceBalancer(OriginalSurface):
         kernel: str | None = None,
         device: torch.device | str | None = None,
         verify: bool = True,
+        overlap: bool = True,
     ) -> None:
         base = RankGroup.of(group)
         settings: dict[str, object] = {
@@ -73,15 +76,17 @@ class SequenceBalancer(OriginalSurface):
             "the cost model": cost,
             "the cluster": cluster,
             "the planner": planner if isinstance(planner, str) or planner is None else planner.name,
+            "the planner's bag spec": planner.spec if isinstance(planner, BagsPlanner) else None,
             "the limits": limits,
             "the verify flag": verify,
+            "the overlap flag": overlap,
         }
         digests = [stable_digest(value) for value in settings.values()]
         agree(base, digests, list(settings), "construct SequenceBalancer with the same arguments on every rank")
 
         self._planner = self._make_planner(bag_specs, planner)
         self._gamma, self._cost, self._limits = gamma, cost, limits or Limits()
-        self._kernel, self._verify = kernel, verify
+        self._kernel, self._verify, self._overlap = kernel, verify, overlap
         if cluster is not None and cluster.world_size != base.size:
             raise SpecError(
                 f"the cluster has {cluster.world_size} ranks, the process group {base.size}; describe the group's ranks"
@@ -198,6 +203,7 @@ class SequenceBalancer(OriginalSurface):
             device=self._device,
             kernel=self._kernel,
             verify=self._verify,
+            overlap=self._overlap,
         )
 
     def cost(self, token_dim: int | None = None) -> CostModel:

@@ -25,14 +25,15 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, cast
 
 import numpy as np
 import torch
 
+from knapformer.balancer.batches import BatchT, RankBatches, Source
 from knapformer.balancer.side_stream import SideStream
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm.gather import (
@@ -46,11 +47,10 @@ from knapformer.comm.gather import (
     stable_digest,
 )
 from knapformer.comm.groups import RankGroup, num_memberships, side_group
-from knapformer.errors import KnapFormerWarning, PlanError, RankMismatchError, SpecError
+from knapformer.errors import KnapFormerWarning, RankMismatchError, SpecError
 from knapformer.plan import Sequences
 from knapformer.plan.arrays import Int64Array
 
-BatchT = TypeVar("BatchT")
 Share = Callable[[Int64Array], np.ndarray]
 """Gathers integers of all ranks."""
 
@@ -110,16 +110,6 @@ class Prefetch(Iterator[tuple[BatchT, RoutingStep]]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Source(Generic[BatchT]):
-    """Where a rank's batches come from; see `SequenceBalancer.prefetch`."""
-
-    loader: Iterable[BatchT]
-    lengths: Callable[[BatchT], Any]
-    empty: Callable[[], BatchT] | None
-    depth: int
 
 
 class PrefetchChannel:
@@ -275,7 +265,7 @@ class _Worker(Generic[BatchT]):
             self._stream.enter_thread()
             gather = LengthGather(group, {}, pause=self._pause)
             share = functools.partial(gather_integers, group, pause=self._pause)
-            rank = _RankBatches(source)
+            rank = RankBatches(source)
             for number in itertools.count():
                 mine, batch, error = self._make(rank)
                 start = time.perf_counter()
@@ -307,7 +297,7 @@ class _Worker(Generic[BatchT]):
                 self._ready.append(item)
                 self._changed.notify_all()
 
-    def _make(self, rank: "_RankBatches[BatchT]") -> tuple[Contribution, BatchT | None, BaseException | None]:
+    def _make(self, rank: "RankBatches[BatchT]") -> tuple[Contribution, BatchT | None, BaseException | None]:
         """Wait for room and make this rank's next batch, unless the iterator is closed before that is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth)
@@ -333,47 +323,6 @@ def _watch_exit() -> None:
 def _leave_all() -> None:
     for worker in list(_running):
         worker.leave()
-
-
-class _RankBatches(Generic[BatchT]):
-    """This rank's batches and what it says of them: the loader's, then empty ones."""
-
-    def __init__(self, source: Source[BatchT]) -> None:
-        self._source = source
-        self._iterator: Iterator[BatchT] | None = None
-        self._ended = False
-
-    def make(self) -> tuple[Contribution, BatchT | None, BaseException | None]:
-        """The contribution to the gather, the batch, and the exception if making it failed. Raises nothing."""
-        try:
-            batch = self._load()
-            if self._ended and self._source.empty is None:
-                return Contribution(Status.ENDED), None, None
-            lens, text = _split_lengths(self._source.lengths(cast(BatchT, batch)))
-            mine = Contribution.of(lens, text)
-            if self._ended:
-                if mine.status != Status.OK or len(mine.lens):
-                    raise PlanError(
-                        f"`empty` must make batches without sequences; `lengths` of its batch gave {lens!r}"
-                    )
-                mine = Contribution(Status.ENDED)
-            return mine, batch, None
-        except StopIteration as error:  # raised again by the iterator, it would pass for the end of the data
-            stop = RuntimeError("`lengths` or `empty` raised StopIteration")
-            stop.__cause__ = error
-            return Contribution.failed(stop), None, stop
-        except BaseException as error:
-            return Contribution.failed(error), None, error
-
-    def _load(self) -> BatchT | None:
-        if not self._ended:
-            if self._iterator is None:
-                self._iterator = iter(self._source.loader)
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                self._ended = True
-        return None if self._source.empty is None else self._source.empty()
 
 
 def _find_end(
@@ -417,23 +366,3 @@ def _find_end(
             "that makes a batch without sequences"
         )
     return None
-
-
-def default_lengths(batch: Any) -> tuple[Any, Any]:
-    """(seq_lens, text_lens) of a batch that has these attributes, the second optional."""
-    try:
-        return batch.seq_lens, getattr(batch, "text_lens", None)
-    except AttributeError:
-        raise PlanError(
-            f"a batch of type {type(batch).__name__} has no attribute seq_lens; pass lengths=, a function of the batch "
-            "that returns seq_lens or (seq_lens, text_lens)"
-        ) from None
-
-
-def _split_lengths(lengths: Any) -> tuple[Any, Any]:
-    """What `lengths` returned as (seq_lens, text_lens); a tuple of two numbers is two lengths, not a pair of lists."""
-    if isinstance(lengths, tuple) and len(lengths) == 2:
-        first = lengths[0]
-        if first.ndim > 0 if hasattr(first, "ndim") else isinstance(first, Iterable):
-            return lengths
-    return lengths, None

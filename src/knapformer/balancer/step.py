@@ -47,6 +47,7 @@ class RoutingStep:
         device: where index tensors live.
         kernel: attention kernel by name, None for the device's default.
         verify: whether routed tensors are compared across ranks before they move, so that errors are collective.
+        overlap: whether traffic of split attention travels behind attention of whole sequences.
         plan_seconds: time this rank took to gather lengths, plan, and compare plans [s]; of a prefetched step, in its
             thread, with the making of its tables and the wait for other ranks' loaders.
         wait_seconds: time the training thread waited for a prefetched step [s].
@@ -61,6 +62,7 @@ class RoutingStep:
     device: torch.device
     kernel: str | None = None
     verify: bool = True
+    overlap: bool = True
     plan_seconds: float = 0.0
     wait_seconds: float = 0.0
 
@@ -73,7 +75,14 @@ class RoutingStep:
     def layout(self) -> Layout:
         """This rank's packed tokens, and `attend` over them."""
         split = self._split_attention if self._shares_attention else None
-        return Layout.of(self.placement, self.rank, self.device, kernel=self.kernel, split_attention=split)
+        return Layout.of(
+            self.placement,
+            self.rank,
+            self.device,
+            kernel=self.kernel,
+            split_attention=split,
+            overlap=self.overlap,
+        )
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -139,6 +148,10 @@ class RoutingStep:
     # -- tables of this rank, made when first used ----------------------------------------------------------------
 
     @cached_property
+    def _digest(self) -> int:
+        return self.placement.digest()
+
+    @cached_property
     def _token_table(self) -> Exchange:
         return token_exchange(self.placement, self.rank)
 
@@ -194,7 +207,7 @@ class RoutingStep:
         num_rows = rows.pop() if len(rows) == 1 else -2  # -2: the tensors of this rank differ
         kinds = [(str(t.dtype), tuple(t.shape[1:])) for t in tensors]
         wants = sum(1 << i for i, t in enumerate(tensors) if t.requires_grad)
-        signature = [stable_digest(verb), stable_digest(kinds), self.placement.digest()]
+        signature = [stable_digest(verb), stable_digest(kinds), self._digest]
         table = gather_integers(self.group, np.array([*signature, wants, num_rows], dtype=np.int64))
         check_equal(
             self.group.ranks,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from knapformer.plan.arrays import Int64Array, column, exclusive_cumsum
+from knapformer.plan.arrays import Int64Array, column, exclusive_cumsum, ranges
 from knapformer.plan.exchange import Exchange, Moves
 from knapformer.plan.placement import Placement
 
@@ -74,66 +74,44 @@ def attention_exchange(placement: Placement, rank: int, *, token_major: bool = F
 
     # The segments of this rank: shard x head.
     seq = shards.seq[here]
-    first_head = shards.start[here] // length[seq]
-    num_segments = (shards.stop[here] - 1) // length[seq] + 1 - first_head
+    first_head, num_segments = _heads(placement, here)
     shard = np.repeat(here, num_segments)
-    head = np.arange(len(shard)) - np.repeat(exclusive_cumsum(num_segments) - first_head, num_segments)
-    q_lens = _queries(placement, shard, head)[1]
-    k_lens = length[shards.seq[shard]]
-    first_segment = np.full(len(shards), -1, dtype=np.int64)
-    first_segment[here] = exclusive_cumsum(num_segments)
+    head = ranges(first_head, num_segments)
+    q_lens, k_lens = _queries(placement, shard, head)[1], length[shards.seq[shard]]
+    segment_of_head_0 = np.zeros(len(shards), dtype=np.int64)
+    segment_of_head_0[here] = exclusive_cumsum(num_segments) - first_head
 
-    # The split tokens of this rank: the last ones of its packed order.
-    position = placement.packed_start()
-    split_tokens = placement.split[tokens.seq]
-    num_whole = int(tokens.count[~split_tokens & (tokens.rank == rank)].sum())
-    num_split = int(tokens.count[split_tokens & (tokens.rank == rank)].sum())
-    token_row = (position - num_whole) * heads
-
-    # Moves: (attention shard, token shard) pairs of one sequence that touch this rank, for each head of the shard.
+    # The moves: (attention shard, token shard) pairs of one sequence that touch this rank, for each head of the shard.
     pair_shard, pair_token = split_pairs(placement)
     touches = (shards.rank[pair_shard] == rank) | (tokens.rank[pair_token] == rank)
     pair_shard, pair_token = pair_shard[touches], pair_token[touches]
-    pair_first = shards.start[pair_shard] // length[shards.seq[pair_shard]]
-    pair_heads = (shards.stop[pair_shard] - 1) // length[shards.seq[pair_shard]] + 1 - pair_first
-    move_head = np.arange(int(pair_heads.sum())) - np.repeat(exclusive_cumsum(pair_heads) - pair_first, pair_heads)
-    segment = (
-        np.repeat(first_segment[pair_shard] - pair_first, pair_heads) + move_head
-    )  # of this rank where it receives
+    pair_first, pair_heads = _heads(placement, pair_shard)
+    move_head = ranges(pair_first, pair_heads)
     move_shard, move_token = np.repeat(pair_shard, pair_heads), np.repeat(pair_token, pair_heads)
-
     first_query, num_queries = _queries(placement, move_shard, move_head)
     lo = np.maximum(tokens.start[move_token], first_query)
     q_count = np.maximum(np.minimum(tokens.stop[move_token], first_query + num_queries) - lo, 0)
-    source_rank, target_rank = tokens.rank[move_token], shards.rank[move_shard]
-    source = token_row[move_token] + move_head
 
-    receives = target_rank == rank
-    segment = np.where(receives, segment, 0)
+    # Where moves begin: at split tokens, the last ones of a rank's packed order, and at segments of this rank.
+    num_whole, num_split = (
+        int(tokens.count[(tokens.rank == rank) & (placement.split[tokens.seq] == split)].sum())
+        for split in (False, True)
+    )
+    source = (placement.packed_start()[move_token] - num_whole) * heads + move_head
+    receives = shards.rank[move_shard] == rank
+    segment = np.where(receives, segment_of_head_0[move_shard] + move_head, 0)
     if token_major:
         q_start = k_start = _token_major_starts(num_segments, k_lens, segment)
         stride = np.where(receives, np.repeat(pair_heads, pair_heads), 1)
     else:
         q_start, k_start = (exclusive_cumsum(lens)[segment] if len(lens) else segment for lens in (q_lens, k_lens))
         stride = np.ones_like(segment)
-    q = Moves(
-        source_rank,
-        source + (lo - tokens.start[move_token]) * heads,
-        target_rank,
-        q_start + (lo - first_query) * stride,
-        q_count,
-        heads,
-        stride,
-    )
-    k = Moves(
-        source_rank,
-        source,
-        target_rank,
-        k_start + tokens.start[move_token] * stride,
-        tokens.count[move_token],
-        heads,
-        stride,
-    )
+
+    ends = tokens.rank[move_token], shards.rank[move_shard]
+    from_lo, from_first = lo - tokens.start[move_token], lo - first_query
+    q = Moves(ends[0], source + from_lo * heads, ends[1], q_start + from_first * stride, q_count, heads, stride)
+    k_start = k_start + tokens.start[move_token] * stride
+    k = Moves(ends[0], source, ends[1], k_start, tokens.count[move_token], heads, stride)
     rows, num_q, num_k = num_split * heads, int(q_lens.sum()), int(k_lens.sum())
     if token_major:
         q_lens = k_lens = length[seq]
@@ -157,6 +135,14 @@ def split_pairs(placement: Placement) -> tuple[Int64Array, Int64Array]:
     count = np.searchsorted(tokens.seq, shards.seq[split], side="right") - first
     token = np.arange(int(count.sum())) - np.repeat(exclusive_cumsum(count) - first, count)
     return np.repeat(split, count), token
+
+
+def _heads(placement: Placement, shard: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """First head and number of heads that attention shards touch."""
+    shards = placement.attention_shards
+    length = placement.sequences.length[shards.seq[shard]]
+    first = shards.start[shard] // length
+    return first, (shards.stop[shard] - 1) // length + 1 - first
 
 
 def _queries(placement: Placement, shard: Int64Array, head: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -8,7 +8,6 @@ Ranks may differ in speed; a rank's speed is a whole number, per mille of the no
 """
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import numpy as np
 
@@ -128,8 +127,3 @@ class Cluster:
         node_a, node_b = self.node_of[a], self.node_of[b]
         per_domain = self.nodes_per_domain or 1
         return (node_a != node_b).astype(np.int64) + (node_a // per_domain != node_b // per_domain)
-
-    @classmethod
-    def single_node(cls, world_size: int) -> Self:
-        """All ranks share fast links."""
-        return cls(world_size)

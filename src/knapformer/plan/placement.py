@@ -212,7 +212,7 @@ class Placement:
 
     def certified(self, certificate: Certificate) -> Self:
         """The same placement with its certificate."""
-        placement = copy(self)
+        placement = copy(self)  # `replace` would derive `split` again
         object.__setattr__(placement, "certificate", certificate)
         return placement
 
