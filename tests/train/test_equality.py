@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from knapformer import CostModel, SequenceBalancer
 from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig
@@ -99,18 +100,27 @@ def run_model(rank, case):
     loss = (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).view_as(y).sin()).sum()
     scale = dist.get_world_size() if sharded else 1  # FSDP averages over ranks
     (loss * scale).backward()
-    grads = []
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        grad = parameter.grad
-        if isinstance(grad, DTensor):
-            grad = grad.full_tensor()
-        else:
-            dist.all_reduce(grad)
-        grads.append(grad)
     if case.breaks == "balance":
         return step
+    grads = global_gradients(model, case.replicas)
     return [y.detach(), *(torch.zeros_like(i) if i.grad is None else i.grad / scale for i in inputs), *grads]
+
+
+def global_gradients(model, replicas):
+    """Every parameter's gradient, whole and summed over ranks, in one collective: each costs 50 ms at 8 ranks."""
+    parts = []
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, f"{name} has no gradient"
+        if isinstance(grad, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
+            whole = torch.zeros(grad.shape, dtype=grad.dtype)
+            whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = grad.to_local() / replicas
+            grad = whole
+        parts.append(grad)
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat)
+    return [g.view_as(part) for g, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
 
 
 def difference(rank, world_size, case):
