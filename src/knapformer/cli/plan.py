@@ -10,9 +10,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.data import Trace, TraceStep, load_workload
-from knapformer.plan import Cluster, CostModel, Limits, Metrics, Sequences, make_planner, measure
-from knapformer.report import draw_loads
+from knapformer.data import Trace, load_workload
+from knapformer.plan import Cluster, CostModel, Limits, Metrics, Profile, make_planner, measure
+from knapformer.report.plans import PlanView, draw_plan
 
 FIGURES = (
     "time_imbalance",
@@ -36,6 +36,7 @@ def plan(
     ranks: int | None = None,
     ranks_per_node: int | None = None,
     gamma: float = 1.25,
+    profile: str | None = None,
     steps: int | None = None,
     seed: int = 0,
     max_tokens_per_rank: int | None = None,
@@ -62,6 +63,8 @@ def plan(
         Ranks that share fast links. Default: the workload's, else all.
     gamma
         Time of an attention FLOP over that of a token-wise FLOP.
+    profile
+        Measured prices instead of gamma: a file of knapformer calibrate, or the name of a shipped one.
     steps
         Steps to plan; a recording has no more than it has. Default: all of the trace.
     seed
@@ -80,6 +83,7 @@ def plan(
         name,
         topology,
         gamma=gamma,
+        profile=profile,
         steps=steps,
         ranks_per_node=ranks_per_node,
         limits=Limits(max_tokens_per_rank),
@@ -97,6 +101,7 @@ def plan_trace(
     topology: str | None = None,
     *,
     gamma: float = 1.25,
+    profile: str | None = None,
     steps: int | None = None,
     ranks_per_node: int | None = None,
     limits: Limits | None = None,
@@ -104,12 +109,12 @@ def plan_trace(
 ) -> dict[str, Any]:
     """Plan every step of a trace; the object `knapformer plan --json` prints."""
     plan_one, plan_none = make_planner(planner, topology), make_planner("local")
-    cluster, cost = _cluster_and_cost(trace, gamma, ranks_per_node)
+    cluster, cost = cluster_and_cost(trace, gamma, ranks_per_node, profile)
     before: list[Metrics] = []
     after: list[Metrics] = []
     seconds: list[float] = []
-    for step in trace.steps[:steps]:
-        sequences = _sequences(trace, step)
+    for index in range(trace.num_steps if steps is None else min(steps, trace.num_steps)):
+        sequences = trace.sequences(index)
         start = time.perf_counter()
         placement = plan_one(sequences, cluster, cost, limits or Limits())
         seconds.append(time.perf_counter() - start)
@@ -117,9 +122,7 @@ def plan_trace(
         after.append(measure(placement.validate(), cluster, cost))
         before.append(measure(at_home, cluster, cost))
         if figure is not None and len(after) == 1:
-            draw_loads(
-                at_home, placement, cluster, cost, figure, title=f"{trace.name}, step 0, {trace.world_size} ranks"
-            )
+            draw_plan(PlanView.of(placement, cluster, cost, f"{trace.name}, step 0, {trace.world_size} ranks"), figure)
     return {
         "workload": trace.name,
         "ranks": trace.world_size,
@@ -132,14 +135,14 @@ def plan_trace(
     }
 
 
-def _cluster_and_cost(trace: Trace, gamma: float, ranks_per_node: int | None) -> tuple[Cluster, CostModel]:
+def cluster_and_cost(
+    trace: Trace, gamma: float, ranks_per_node: int | None, profile: str | None = None
+) -> tuple[Cluster, CostModel]:
+    """Nodes and prices a workload is planned with."""
     cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node") if ranks_per_node is None else ranks_per_node)
+    if profile is not None:
+        return cluster, Profile.load(profile).cost_model()
     return cluster, CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
-
-
-def _sequences(trace: Trace, step: TraceStep) -> Sequences:
-    joint = trace.meta.get("text", "joint") == "joint"
-    return Sequences.from_ranks(step.seq_lens, step.text_lens if joint else None)
 
 
 def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knapformer.errors import DataError, SpecError
-
-MAX_LENGTH = 2**31 - 1
-"""Longest sequence accepted [tokens], as in `knapformer.plan.Sequences`."""
+from knapformer.plan import Sequences
+from knapformer.plan.sequences import MAX_LENGTH
 
 
 def _read_only(lengths: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
@@ -94,6 +93,11 @@ class Trace:
             raise DataError(f"trace {self.name!r} has no steps; it needs at least one")
         for number, step in enumerate(self.steps):
             self._check(number, step)
+
+    def sequences(self, step: int) -> Sequences:
+        """The sequences of one step, as the length gather would give them; cross-attended text is no part of them."""
+        lens = self.steps[step]
+        return Sequences.from_ranks(lens.seq_lens, lens.text_lens if self.text == "joint" else None)
 
     def _check(self, number: int, step: TraceStep) -> None:
         for key in ("seq_lens", "text_lens"):

@@ -1,7 +1,6 @@
 """Run records (JSON lines) and what is made from them: tables and figures. Reports read records, never logs."""
 
 from knapformer.report.compare import Comparison, compare_runs, draw_comparison
-from knapformer.report.loads import draw_loads
 from knapformer.report.records import RecordWriter, RunRecord, environment, read_records
 
 __all__ = [
@@ -10,7 +9,6 @@ __all__ = [
     "RunRecord",
     "compare_runs",
     "draw_comparison",
-    "draw_loads",
     "environment",
     "read_records",
 ]
