@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,8 @@ from knapformer.report import RecordWriter
 
 WIDTH, HEADS = 512, 8
 COPYING = {"index_select", "index_copy_", "copy_", "cat", "clone", "index", "index_add_", "_to_copy", "add", "zeros"}
-VIEWS = {"view", "detach", "split", "split_with_sizes", "narrow", "slice", "alias", "unsqueeze", "transpose", "empty"}
+VIEWS = {"view", "detach", "split", "split_with_sizes", "narrow", "slice", "alias", "unsqueeze", "transpose", "set_"}
+ALLOCATIONS = {"empty", "new_empty", "empty_like"}
 
 
 class _NoKernel(torch.autograd.Function):
@@ -40,23 +42,24 @@ class _NoKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.zeros = torch.zeros_like(k) if "zeros" not in _cache else _cache["zeros"]
         ctx.like = k.shape
         return q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], _zeros(ctx.like, grads[0]), _zeros(ctx.like, grads[0])
+        return grads[0], _zeros(ctx.like), _zeros(ctx.like)
 
 
-_cache: dict[Any, Tensor] = {}
+@cache
+def _zeros(shape: torch.Size) -> Tensor:
+    """Gradients of the stand-in, made once, so that it costs nothing when timed."""
+    return torch.zeros(shape)
 
 
-def _zeros(shape: torch.Size, like: Tensor) -> Tensor:
-    """Zeros that are made once, so that the stand-in costs nothing when timed."""
-    if shape not in _cache:
-        _cache[shape] = torch.zeros(shape, dtype=like.dtype)
-    return _cache[shape]
+@cache
+def _ones(shape: torch.Size) -> Tensor:
+    """Gradients that a call is given."""
+    return torch.ones(shape)
 
 
 def no_kernel(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None, /) -> Tensor:
@@ -73,7 +76,7 @@ class CountCopies(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace == "aten" and name not in VIEWS:
+        if func.namespace == "aten" and name not in VIEWS | ALLOCATIONS:
             self.operations += 1
             if name in COPYING:
                 written = args[2] if name == "index_copy_" and len(args) == 3 else result
@@ -145,26 +148,33 @@ def measure_layout(spec: str, tokens: int, repeats: int) -> dict[str, dict[str, 
         calls["route"]["straight"] = lambda: straight.route(x, [tags])[0]
         calls["reverse_route"]["straight"] = lambda: straight.reverse_route(y)
         calls["attend"]["straight"] = lambda: straight.attend(*qkv, _NoKernel.apply)
-    sent = _bytes_sent(step)
+    leaves, sent = [x, y, *qkv], _bytes_sent(step)
     figures = {}
     for call, ways in calls.items():
         bare = _bare(step, sent[call])
-        _measure_call(ways, bare, 2)  # warm up
-        figures[call] = _measure_call(ways, bare, repeats) | _count(ways, sent[call])
+        _measure_call(ways, bare, leaves, 2)  # warm up
+        figures[call] = _measure_call(ways, bare, leaves, repeats) | _count(ways, leaves, sent[call])
     return figures
 
 
-def _measure_call(ways: dict[str, Callable[[], Tensor]], bare: Callable[[], None], repeats: int) -> dict[str, float]:
-    """Median CPU seconds of forward and backward of each way, and of the bare all-to-alls of the same bytes."""
+def _measure_call(
+    ways: dict[str, Callable[[], Tensor]], bare: Callable[[], None], leaves: list[Tensor], repeats: int
+) -> dict[str, float]:
+    """Median CPU seconds of forward and backward of each way, and of the bare all-to-alls of the same bytes.
+
+    Gradients are given, and those of leaves let go, beforehand: making ones and adding up over calls is no part of one.
+    """
     times: dict[str, list[float]] = {name: [] for way in ways for name in (f"{way}_forward", f"{way}_backward")}
     times |= {"bare_both": []}
     for _ in range(repeats):
         for way, call in ways.items():
+            for leaf in leaves:
+                leaf.grad = None
             dist.barrier()
             start = time.process_time()
             out = call()
             middle = time.process_time()
-            out.backward(torch.ones_like(out))
+            out.backward(_ones(out.shape))
             times[f"{way}_forward"].append(middle - start)
             times[f"{way}_backward"].append(time.process_time() - middle)
         dist.barrier()
@@ -174,13 +184,15 @@ def _measure_call(ways: dict[str, Callable[[], Tensor]], bare: Callable[[], None
     return {name: median(values) for name, values in times.items()}
 
 
-def _count(ways: dict[str, Callable[[], Tensor]], sent: tuple[int, int, int]) -> dict[str, float]:
+def _count(ways: dict[str, Callable[[], Tensor]], leaves: list[Tensor], sent: tuple[int, int, int]) -> dict[str, float]:
     """Operations and copied bytes of forward and backward together; the bound is each byte in and out, both ways."""
     figures: dict[str, float] = {"bytes_bound": 2 * (sent[0] + sent[1])}
     for way, call in ways.items():
+        grad = _ones(call().shape)
+        for leaf in leaves:
+            leaf.grad = None
         with CountCopies() as counted:
-            out = call()
-            out.backward(torch.ones(out.shape))
+            call().backward(grad)
         figures |= {f"{way}_operations": counted.operations, f"{way}_copied": counted.bytes}
     return figures
 
@@ -197,8 +209,8 @@ def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
     if step._shares_attention:
         split = step._split_attention(HEADS)
         wide = split.head_group * WIDTH // HEADS * 4
-        out, into = sum(split.qkv.input_split_sizes), sum(split.qkv.output_split_sizes)
-        back, home_again = sum(split.out.input_split_sizes), sum(split.out.output_split_sizes)
+        out, into = sum(split.qkv.source.splits), sum(split.qkv.target.splits)
+        back, home_again = sum(split.out.source.splits), sum(split.out.target.splits)
         figures["attend"] = ((out + back) * wide, (into + home_again) * wide, 2)
     return figures
 

@@ -132,12 +132,11 @@ def _compare_rows(dtype: torch.dtype, words: int, device: torch.device) -> None:
     order = torch.randperm(3001, generator=generator).to(device)
     for columns in (slice(0, words), slice(16, words + 16), slice(3, words + 3)):
         indices = [order[:1500], order[1500:1501], order[1501:]]
-        taken = rows_triton.take_all_rows(message[:, columns], indices)
+        taken = [rows_triton.take_rows(message[:, columns], index) for index in indices]
         target, expected = message.clone(), message.clone()
         sources = [rows + 1 for rows in taken]
         for index, rows, source in zip(indices, taken, sources, strict=True):
             _demand(torch.equal(rows, message[:, columns].index_select(0, index)), "rows taken differ")
-            _demand(torch.equal(rows_triton.take_rows(message[:, columns], index), rows), "rows taken alone differ")
             expected[:, columns].index_copy_(0, index, source)
         rows_triton.put_all_rows(target[:, columns], indices, sources)
         _demand(torch.equal(target, expected), "rows put differ")
@@ -223,7 +222,6 @@ def _moves(source: Tensor, target: Tensor, index: Tensor) -> dict[str, Callable[
     return {
         "take_rows": lambda: rows_triton.take_rows(source, index, target),
         "put_rows": lambda: rows_triton.put_rows(target, index, source),
-        "take_all_rows, 3 tensors": lambda: rows_triton.take_all_rows(source, indices),
         "put_all_rows, 3 tensors": lambda: rows_triton.put_all_rows(target, indices, parts),
         "torch index_select": lambda: torch.index_select(source, 0, index, out=target),
         "torch index_copy_": lambda: target.index_copy_(0, index, source),

@@ -12,7 +12,7 @@ from knapformer import errors
 from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Links, Placement, Sequences
 
 if TYPE_CHECKING:
-    from knapformer.attention import Layout, attend
+    from knapformer.attention import Layout, attend, cross_attend
     from knapformer.balancer import RoutingStep, SequenceBalancer
 
 __version__ = "0.1.0"
@@ -29,12 +29,14 @@ __all__ = [
     "SequenceBalancer",
     "Sequences",
     "attend",
+    "cross_attend",
     "errors",
 ]
 
 _NEEDS_TORCH = {
     "Layout": "knapformer.attention",
     "attend": "knapformer.attention",
+    "cross_attend": "knapformer.attention",
     "RoutingStep": "knapformer.balancer",
     "SequenceBalancer": "knapformer.balancer",
 }

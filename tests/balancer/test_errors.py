@@ -14,9 +14,9 @@ def build(rank, world_size, specs, gammas=(None,)):
     SequenceBalancer(specs[rank % len(specs)], gammas[rank % len(gammas)])
 
 
-def plan(rank, world_size, lens, text=None):
+def plan(rank, world_size, lens, text=None, context=(None, None)):
     balancer = SequenceBalancer("g1n2")
-    balancer.plan_routing(lens[rank], 64, text_lens=None if text is None else text[rank])
+    balancer.plan_routing(lens[rank], 64, text_lens=None if text is None else text[rank], context_lens=context[rank])
 
 
 def plan_with_permuted_lengths(rank, world_size):
@@ -43,6 +43,11 @@ def route(rank, world_size, rows, dtypes=(torch.float32,), ndim=(2,)):
     step.route(torch.zeros((rows[rank], 3)[: ndim[rank % len(ndim)]], dtype=dtypes[rank % len(dtypes)]))
 
 
+def deliver_context(rank, world_size, rows, widths=(3,)):
+    step = SequenceBalancer("g2n1").plan_routing([4], 64, context_lens=[7])
+    step.deliver_context(torch.zeros(rows[rank], widths[rank % len(widths)]))
+
+
 def failing_planner(rank, world_size, ranks):
     class Planner:
         name = "failing"
@@ -67,11 +72,16 @@ CASES = [
     (plan, ([[5], "abc"],), "PlanError", "rank 1: seq_lens is not a flat list"),
     (plan, ([[5], [3]], [[1], [4]]), "PlanError", "rank 1: sequence 0 has text length 4"),
     (plan, ([[5], [3]], [[1], [1, 2]]), "PlanError", "rank 1: text_lens has 2 entries for 1 sequences"),
+    (plan, ([[5], [3]], None, [[9], [-1]]), "PlanError", "rank 1: sequence 0 has context length -1; allowed is 0 to 2"),
+    (plan, ([[5], [3]], None, [[9], [1, 2]]), "PlanError", "rank 1: context_lens has 2 entries for 1 sequences"),
+    (plan, ([[5], [3]], None, [[9.5], None]), "PlanError", "rank 0: context_lens is not a flat list of whole numbers"),
     (plan_with_permuted_lengths, (), "RankMismatchError", "ranks disagree on the plan"),
     (calls_differ, (), "RankMismatchError", "ranks disagree on the number of plan_routing calls"),
     (route, ([4, 5],), "PlanError", "rank 1: route got 5 rows, the step has 4 on this rank"),
     (route, ([4, 4], (torch.float32, torch.bfloat16)), "RankMismatchError", "dtypes or trailing shapes"),
     (route, ([4, 4], (torch.float32,), (2, 1)), "RankMismatchError", "dtypes or trailing shapes"),
+    (deliver_context, ([7, 8],), "PlanError", "rank 1: deliver_context got 8 rows, the step has 7 on this rank"),
+    (deliver_context, ([7, 7], (3, 4)), "RankMismatchError", "dtypes or trailing shapes"),
     (failing_planner, ([0, 1],), "MemoryError", "no memory for a plan"),
 ]
 

@@ -276,12 +276,13 @@ def tables(rank, world_size):
             step.reverse_route(step.layout.attend(q, k, v).flatten(1))
             step.deliver(torch.zeros(len(batch.seq_lens)))
         found = {id(tensor) for tensor in tensors_of(step)}
-        lanes = [lane for table in (step._to_shards, step._to_holders, step._to_home) for lane in table.lanes]
-        lanes += [lane for split in step._split_tables.values() for lane in (*split.qkv.lanes, *split.out.lanes)]
-        made = [index for lane in lanes for index in (lane.send, lane.arrive) if index is not None]
+        tables = [step._to_shards, step._to_holders, step._to_home]
+        tables += [table for split in step._split_tables.values() for table in (split.qkv, split.out)]
+        sides = [side for table in tables for side in (table.source, table.target)]
+        made = [index for side in sides for index in (side.order, side.place) if index is not None]
         made += [step.layout.sequence_index, step.layout.image_index]
         assert made and all(id(tensor) in found for tensor in made)
-    return len(lanes)
+    return len(sides)
 
 
 def test_tables_are_made_before_the_first_layer():

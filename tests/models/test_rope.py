@@ -76,12 +76,12 @@ def test_bf16_input_is_turned_in_fp32():
     assert out.dtype == torch.bfloat16
     assert not torch.equal(out[0], out[1])
     rounded = rotation_from_ids(ids.bfloat16(), AXES, 1e4, torch.float32)
-    assert torch.equal(rounded.cos_T1P[0], rounded.cos_T1P[1])
+    assert torch.equal(rounded.cos_TP[0], rounded.cos_TP[1])
 
 
 def test_unused_axis():
     rotation = rotation_from_ids(torch.tensor([[5, 1, 2]]), (0, 4, 4), 1e4, torch.float64)
-    assert rotation.cos_T1P.shape == (1, 1, 4)
+    assert rotation.cos_TP.shape == (1, 4)
 
 
 def test_zero_rows_keep_the_graph():

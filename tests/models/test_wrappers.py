@@ -89,7 +89,7 @@ def test_mixed_precision_leaves_angles_and_times_alone(one_rank):
     samples = make_samples(model.config, LENGTHS, dtype=torch.float32)
     run_packed(model, samples)
     x_TD, vec_SD, rotation, _ = seen[0]
-    assert (x_TD.dtype, vec_SD.dtype, rotation.cos_T1P.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (x_TD.dtype, vec_SD.dtype, rotation.cos_TP.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     run_packed(plain, samples)
     assert torch.equal(*times)
 

@@ -1,4 +1,4 @@
-"""Parts of the balanced planner: exchanges between nodes, names of ranks, slices, budgets that change."""
+"""Parts of the balanced planner: exchanges between nodes, homes, names of ranks, slices, budgets that change."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from knapformer.plan.planners.balanced.fill import UNIT, changed
 from knapformer.plan.planners.balanced.labels import relabel
 from knapformer.plan.planners.balanced.moves import _slices
 from knapformer.plan.planners.balanced.nodes import CANDIDATES, _exchange, level_nodes
+from knapformer.plan.planners.balanced.pack import pack
 
 WORKS = st.lists(st.integers(1, 200), max_size=CANDIDATES).map(
     lambda works: [(w, i) for i, w in enumerate(sorted(works))]
@@ -40,22 +41,28 @@ def test_exchanges_between_nodes_lose_nothing_and_raise_no_maximum(works: list[l
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (3, 1, 4), (1, 1)])
 @pytest.mark.parametrize("seed", range(5))
-def test_names_are_a_permutation_inside_equal_nodes(sizes: tuple[int, ...], seed: int) -> None:
+def test_names_are_a_permutation_inside_nodes(sizes: tuple[int, ...], seed: int) -> None:
     rng = np.random.default_rng(seed)
     cluster = Cluster(sum(sizes), node_sizes=sizes)
     home, rank, tokens = (rng.integers(0, most, size=40) for most in (sum(sizes), sum(sizes), 1000))
     names = relabel(cluster, home, rank, tokens)
     assert sorted(names.tolist()) == list(range(sum(sizes)))
-    nodes = {(int(cluster.node_of[place]), int(cluster.node_of[name])) for place, name in enumerate(names)}
-    assert len(nodes) == len(sizes)  # whole nodes change places
-    assert all(sizes[a] == sizes[b] for a, b in nodes)
+    assert np.array_equal(cluster.node_of[names], cluster.node_of)
 
 
 def test_a_permuted_plan_is_undone() -> None:
-    cluster, home = Cluster(8, 4), np.arange(8)
-    assert relabel(cluster, home, np.array([5, 4, 7, 6, 3, 2, 1, 0]), np.full(8, 10))[
-        [5, 4, 7, 6, 3, 2, 1, 0]
-    ].tolist() == (home.tolist())
+    cluster, home, permuted = Cluster(8, 4), np.arange(8), np.array([1, 0, 3, 2, 7, 6, 5, 4])
+    assert relabel(cluster, home, permuted, np.full(8, 10))[permuted].tolist() == home.tolist()
+
+
+def test_small_sequences_prefer_their_home() -> None:
+    need, node = np.full((2, 6), UNIT // 8), np.array([0, 0, 0, 1, 1, 1])
+    home, room, first = np.array([3, 1, -1, 0, 2, 2]), np.full((2, 8), UNIT), np.array([0, 4, 8])
+    seed = np.zeros(2, dtype=np.int64)
+    rank = pack(need, node, home, room, first, seed)
+    assert rank[home >= 0].tolist() == [3, 1, 4, 6, 6]
+    assert pack(need, node, np.full(6, -1), room, first, seed).tolist() == [0, 1, 2, 4, 5, 6]
+    assert pack(need * 3, node, home, room, first, seed).tolist() == [0, 1, 2, 4, 5, 6]  # not small
 
 
 def test_slices_level_load_and_traffic_together() -> None:

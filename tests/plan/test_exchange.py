@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knapformer.errors import PlanInvariantError
 from knapformer.plan import (
@@ -96,6 +97,20 @@ def test_per_sequence_rows_reach_exactly_the_ranks_with_tokens(placement: Placem
         packed = expected_tokens(placement, rank)[:, 0]
         expected = list(dict.fromkeys(packed.tolist()))  # first meeting in packed order
         assert got[:, 0].tolist() == expected
+
+
+@given(placements(), st.integers(0, 2**32 - 1))
+def test_rows_of_a_sequence_reach_exactly_the_ranks_with_tokens(placement: Placement, seed: int) -> None:
+    """As its context does: all rows of it, in order, whatever their number."""
+    s = placement.sequences
+    rows = np.random.default_rng(seed).integers(0, 4, size=len(s))
+    ranks = range(placement.world_size)
+    names = [[(seq, i) for seq in s.of_rank(rank) for i in range(rows[seq])] for rank in ranks]
+    arrays = [np.array(name, dtype=np.int64).reshape(-1, 2) for name in names]
+    got = apply([sequence_exchange(placement, rank, rows) for rank in ranks], arrays)
+    for rank in ranks:
+        holds = dict.fromkeys(expected_tokens(placement, rank)[:, 0].tolist())
+        assert got[rank].tolist() == [[seq, i] for seq in holds for i in range(rows[seq])]
 
 
 @pytest.mark.parametrize("spec", ["g1n1024", "g4n256", "g8n128", "g1n512+g2n128+g8n32"])

@@ -294,10 +294,14 @@ def test_the_digest_sees_every_number() -> None:
     text = Sequences.from_ranks([[5, 2], [], [7]], [[1, 0], [], [6]])
     home = Sequences.from_ranks([[5], [2], [7]], [[1], [0], [7]])
     length = Sequences.from_ranks([[5, 2], [], [8]], [[1, 0], [], [7]])
+    contexts = [
+        Sequences.from_ranks([[5, 2], [], [7]], [[1, 0], [], [7]], c) for c in ([[0, 1], [], [0]], [[1, 0], [], [0]])
+    ]
     for changes in (
         {"sequences": text},
         {"sequences": home},
         {"sequences": length},
+        *({"sequences": context} for context in contexts),
         {"world_size": 4},
         {"num_heads": 3},
     ):
@@ -359,6 +363,13 @@ def test_json_round_trip(p: Placement) -> None:
     assert back.to_json() == p.to_json()
 
 
+def test_json_without_context_lengths_is_read() -> None:
+    """As it was written before there were any."""
+    data = placement().to_json()
+    assert data["sequences"].pop("context_length") == [0, 0, 0]
+    assert Placement.from_json(data).digest() == placement().digest()
+
+
 def test_json_says_what_it_is() -> None:
     data = placement(skip_reason="why").to_json()
     assert data == {
@@ -368,7 +379,7 @@ def test_json_says_what_it_is() -> None:
         "skip_reason": "why",
         "world_size": 3,
         "num_heads": 2,
-        "sequences": {"length": [5, 2, 7], "home": [0, 0, 2], "text_length": [1, 0, 7]},
+        "sequences": {"length": [5, 2, 7], "home": [0, 0, 2], "text_length": [1, 0, 7], "context_length": [0] * 3},
         "token_shards": [list(row) for row in TOKENS],
         "attention_shards": [list(row) for row in ROWS],
     }

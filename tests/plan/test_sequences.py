@@ -137,6 +137,21 @@ def test_columns_that_are_no_sequences(columns: tuple[list, list, list], message
         Sequences(*columns)
 
 
+def test_context() -> None:
+    """Rows beside the sequence: any number, also more than it has tokens; none unless given."""
+    seqs = Sequences.from_ranks([[3, 4], [], [6]], None, [[512, 0], [], [7]])
+    assert seqs.context_length.tolist() == [512, 0, 7] and not seqs.context_length.flags.writeable
+    plain = Sequences.from_ranks([[3, 4], [], [6]])
+    assert plain.context_length.tolist() == [0, 0, 0]
+    assert seqs != plain and len({seqs, plain}) == 2
+    with pytest.raises(PlanError, match=r"sequence 1 \(home rank 0\) has context_length -1; allowed is from 0 to 2147"):
+        Sequences.from_ranks([[3, 4]], None, [[5, -1]])
+    with pytest.raises(PlanError, match="context_lens must match seq_lens rank by rank"):
+        Sequences.from_ranks([[3, 4]], None, [[5]])
+    with pytest.raises(PlanError, match="context_length must be as long as length, got 1 and 2"):
+        Sequences(seqs.length[:2], seqs.home[:2], seqs.text_length[:2], seqs.context_length[:1])
+
+
 def test_check_world() -> None:
     seqs = Sequences.from_ranks([[1], [], [2]])
     seqs.check_world(3)

@@ -41,9 +41,10 @@ class Case:
     dtype: torch.dtype = torch.float64
     fsdp: bool = False
     replicas: int = 1
-    checkpointing: bool = False
+    checkpointing: bool | str = False
     plan_next: bool = False
     breaks: str = ""
+    compile: str | bool = False
 
 
 def build(case):
@@ -60,6 +61,7 @@ def run_model(rank, case):
             lambda: build(case),
             make_mesh("cpu", case.replicas),
             checkpointing=case.checkpointing,
+            compile=case.compile,
             dtype=case.dtype,
         )
     else:
@@ -165,6 +167,10 @@ def test_under_fsdp_with_checkpointing_and_the_next_batch_planned(world_size, sp
     check(world_size, spec, kind=kind, fsdp=True, checkpointing=True, plan_next=True)
 
 
+def test_attention_kept_under_checkpointing():
+    check(3, UnevenHeadsPlanner(), heads=5, fsdp=True, checkpointing="keep-attention", plan_next=True)
+
+
 @pytest.mark.parametrize("mix", ["mixed", "giant", "first rank idle"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
 def test_the_default_planner(world_size, mix):
@@ -202,6 +208,11 @@ def test_corner_cases(mix):
 
 def test_a_long_sequence_of_awkward_length():
     check(3, "g3n1", mix="long", heads=2, kind="dit", dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks at the gradients of all inputs
+def test_compiled_blocks():
+    check(2, "g2n1", fsdp=True, checkpointing=True, plan_next=True, compile="aot_eager")
 
 
 def test_hybrid_sharding():

@@ -14,6 +14,7 @@ from knapformer.train import TrainConfig, Trainer, read_config
 from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
 from knapformer.train.flow import draw_noise
+from knapformer.train.meters import Recalibration
 from tests.ranks import run_ranks
 
 SIZES = [(64, 64), (128, 32), (16, 16), (96, 80), (32, 112), (48, 16)]
@@ -44,7 +45,15 @@ def config(folder, **kwargs):
     loaders = [LoaderConfig(source="big"), LoaderConfig(source="small", num_loaders=2, batch=2)]
     return TrainConfig(
         data=DataConfig(manifest=str(folder / "manifest.jsonl"), loaders=loaders, max_text=40),
-        model=ModelConfig(width=32, num_heads=2, num_double=1, num_single=1, axes_dims=(4, 6, 6)),
+        model=ModelConfig(
+            kind=kwargs.pop("kind", "mmdit"),
+            width=32,
+            num_heads=2,
+            num_double=1,
+            num_single=1,
+            depth=2,
+            axes_dims=(4, 6, 6),
+        ),
         balancer=BalancerConfig(**balancer),
         train=RunConfig(**run),
     )
@@ -72,6 +81,17 @@ def test_losses_do_not_depend_on_ranks_or_planner(folder, mode):
 def test_the_loss_modes_differ(folder):
     by_token, by_sample = (run_ranks(1, losses, config(folder, run={"loss": m}))[0] for m in ("token", "sample"))
     assert abs(by_token[0] - by_sample[0]) > 1e-4
+
+
+def test_a_cross_attention_model(folder):
+    """The same losses when balanced; and others with other text, which therefore reaches the tokens."""
+    run = {"steps": 2, "checkpointing": True}
+    expected = run_ranks(1, losses, config(folder, kind="cross", run=run))[0]
+    got = run_ranks(3, losses, config(folder, kind="cross", run=run, balancer={"planner": "bags", "topology": "g3n1"}))
+    assert got == [got[0]] * 3 and got[0] == pytest.approx(expected, rel=1e-5)
+    settings = config(folder, kind="cross", run=run)
+    shorter = msgspec.structs.replace(settings, data=msgspec.structs.replace(settings.data, max_text=3))
+    assert run_ranks(1, losses, shorter)[0] != pytest.approx(expected, rel=1e-5)
 
 
 def test_balancing_groups_side_by_side_share_one_loss(folder):
@@ -185,3 +205,32 @@ def test_configuration_errors_name_file_and_key(tmp_path):
         read_config(tmp_path / "missing.toml")
     path.write_text('[data]\nmanifest = "photos"\n[[data.loaders]]\nsource = "a"\n')
     assert read_config(path).data.manifest == str(tmp_path / "photos")
+
+
+def recalibrated(rank, world_size, settings):
+    """Every rank estimates something else; what each rank plans for, and its losses."""
+    trainer = Trainer(settings, read_manifest(settings.data.manifest), torch.device("cpu"))
+    asked = []
+
+    def estimate(cost):
+        asked.append(trainer.sampler.step)
+        return Recalibration(speeds=(1000, 300 + rank), straggler=None, row_over_token=None, steps=9)
+
+    trainer._meter.estimate = estimate
+    losses, tokens = [], []
+    for _, report in trainer.fit():
+        losses.append(report.loss)
+        tokens.append(trainer.balancer.latest.placement.tokens().tolist())
+    return losses, asked, trainer.balancer.cluster.speeds, tokens
+
+
+def test_recalibration_gives_every_rank_the_same_speeds_and_changes_no_loss(folder):
+    expected = run_ranks(2, losses, config(folder, run={"steps": 5}))[0]
+    settings = config(folder, run={"steps": 5}, balancer={"planner": "balanced", "recalibrate": 2})
+    results = run_ranks(2, recalibrated, settings)
+    assert results[0] == results[1]
+    got, asked, speeds, tokens = results[0]
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert asked == [2, 4, 5] and speeds == (1000, 300)
+    shares = [second / (first + second) for first, second in tokens]
+    assert min(shares[:2]) > 0.4 > max(shares[2:])  # the second rank gets less once it is known to be slow

@@ -60,6 +60,12 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, scale: float | None =
     return mark(step.layout.attend(q_THK, k_THK, v_THK, scale=scale), step)
 
 
+def cross_attend(q_THK: Tensor, k_NHK: Tensor, v_NHK: Tensor, *, scale: float | None = None) -> Tensor:
+    """`Layout.cross_attend` of the current step, for models that cannot be handed a layout."""
+    step = current_step()
+    return mark(step.layout.cross_attend(q_THK, k_NHK, v_NHK, scale=scale), step)
+
+
 class _Mark(Function):
     @staticmethod
     def forward(ctx: Any, step: HasLayout, tensor: Tensor) -> Tensor:

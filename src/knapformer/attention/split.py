@@ -6,6 +6,7 @@ The tables (`knapformer.plan.attention`) carry every pattern: whole heads, uneve
 Sending and giving back return a transfer under way, so that a caller puts other work before it waits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -43,17 +44,28 @@ class SplitAttention:
             table.head_group,
         )
 
-    def send(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> Transfer:
-        """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of this rank's segments."""
-        return start_exchange([self._rows(x) for x in (q_THK, k_THK, v_THK)], self.qkv, self.group)
+    def send(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, stay: Sequence[int] = ()) -> Transfer:
+        """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of this rank's segments.
+
+        Args:
+            q_THK, k_THK, v_THK: of split tokens, and before them of parts that stay; see `stayed`.
+            stay: tokens of each of these parts.
+        """
+        rows = [self.rows(x) for x in (q_THK, k_THK, v_THK)]
+        return start_exchange(rows, self.qkv, self.group, stay=[n * self.num_heads // self.head_group for n in stay])
+
+    def stayed(self, sent: Transfer) -> list[list[Tensor]]:
+        """(T, H, K) q, k, v of each part that stayed; to be asked for before the wait."""
+        return [[self.tokens(x) for x in part] for part in zip(*sent.stayed, strict=True)]
 
     def give_back(self, o: Tensor) -> Transfer:
         """(rows, head_group, K) outputs of this rank's segments; arrives as rows of this rank's split tokens."""
         return start_exchange([o], self.out, self.group)
 
-    def tokens(self, rows: Tensor) -> Tensor:
-        """(rows, head_group, K) rows of this rank's split tokens -> (T, H, K)."""
-        return rows.reshape(len(rows) * self.head_group // self.num_heads, self.num_heads, rows.shape[2])
-
-    def _rows(self, x_THK: Tensor) -> Tensor:
+    def rows(self, x_THK: Tensor) -> Tensor:
+        """(T, H, K) -> (rows, head_group, K)."""
         return x_THK.reshape(len(x_THK) * self.num_heads // self.head_group, self.head_group, x_THK.shape[2])
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """(rows, head_group, K) -> (T, H, K)."""
+        return rows.reshape(len(rows) * self.head_group // self.num_heads, self.num_heads, rows.shape[2])

@@ -6,8 +6,9 @@ Settings are compared across ranks before anything is created from them, lengths
 by digest: a rank that differs makes every rank raise, none hangs.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,8 +23,8 @@ from knapformer.balancer.prefetch import Prefetch, PrefetchChannel
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
 from knapformer.comm.gather import check_equal, stable_digest
-from knapformer.errors import RankMismatchError, SpecError
-from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
+from knapformer.errors import CalibrationError, RankMismatchError, SpecError
+from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Profile, Sequences, make_planner
 from knapformer.plan.arrays import Int64Array
 from knapformer.plan.planners import BagsPlanner
 
@@ -36,7 +37,8 @@ class SequenceBalancer(OriginalSurface):
             covers fewer ranks than the group repeats: each balancing group is balanced on its own.
         gamma: time of an attention FLOP over that of a token-wise FLOP, where no `cost` is given. Default 1.0 with
             bags, as published, and 1.25 otherwise.
-        cost: prices; default from `gamma` and the token width given to `plan_routing`.
+        cost: prices, or a measured profile (a file, or the name of one that ships with the library); default from
+            `gamma` and the token width given to `plan_routing`.
         cluster: nodes and links of the group's ranks; default one node.
         group: process group to balance over; default the whole world. Without torch.distributed: this process alone.
         planner: a planner, or its name, instead of the one `bag_specs` stands for.
@@ -46,12 +48,15 @@ class SequenceBalancer(OriginalSurface):
         verify: compare plans and routed tensors across ranks, one small collective each, so that a mistake on one rank
             raises on all. Turn off only where every microsecond counts.
         overlap: let traffic of split attention travel behind attention of whole sequences. Changes no result.
+        token_grid: pad every rank's packed tokens to a multiple of this, for hardware or compilers that want few
+            different sizes; see `Layout.padding`. A limit of tokens per rank holds with padding.
 
     Construction is collective over the world.
 
     Raises:
         RankMismatchError: on every rank, if ranks pass different arguments.
         SpecError: on every rank, for a bag spec that cannot be read or does not divide the group.
+        CalibrationError: on every rank, for a profile that cannot be read.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class SequenceBalancer(OriginalSurface):
         bag_specs: str | BagSpec = "auto",
         gamma: float | None = None,
         *,
-        cost: CostModel | None = None,
+        cost: CostModel | str | os.PathLike[str] | None = None,
         cluster: Cluster | None = None,
         group: Any = None,
         planner: Planner | str | None = None,
@@ -68,25 +73,31 @@ class SequenceBalancer(OriginalSurface):
         device: torch.device | str | None = None,
         verify: bool = True,
         overlap: bool = True,
+        token_grid: int = 1,
     ) -> None:
         base = RankGroup.of(group)
+        prices = _read_cost(cost)
         settings: dict[str, object] = {
             "the bag spec": bag_specs,
             "gamma": gamma,
-            "the cost model": cost,
+            "the cost model": prices,
             "the cluster": cluster,
             "the planner": planner if isinstance(planner, str) or planner is None else planner.name,
             "the planner's bag spec": planner.spec if isinstance(planner, BagsPlanner) else None,
             "the limits": limits,
             "the verify flag": verify,
             "the overlap flag": overlap,
+            "the token grid": token_grid,
         }
         digests = [stable_digest(value) for value in settings.values()]
         agree(base, digests, list(settings), "construct SequenceBalancer with the same arguments on every rank")
+        if isinstance(prices, CalibrationError):  # on every rank, as they agree
+            raise prices
 
         self._planner = self._make_planner(bag_specs, planner)
-        self._gamma, self._cost, self._limits = gamma, cost, limits or Limits()
+        self._gamma, self._cost, self._limits = gamma, prices, limits or Limits()
         self._kernel, self._verify, self._overlap = kernel, verify, overlap
+        self._token_grid, self._limits = token_grid, _on_grid(self._limits, token_grid)
         if cluster is not None and cluster.world_size != base.size:
             raise SpecError(
                 f"the cluster has {cluster.world_size} ranks, the process group {base.size}; describe the group's ranks"
@@ -111,6 +122,7 @@ class SequenceBalancer(OriginalSurface):
         token_dim: int | None = None,
         *,
         text_lens: Iterable[int] | torch.Tensor | None = None,
+        context_lens: Iterable[int] | torch.Tensor | None = None,
     ) -> RoutingStep:
         """Plan one step. Collective over the balancing group.
 
@@ -118,6 +130,7 @@ class SequenceBalancer(OriginalSurface):
             seq_lens: tokens of each of this rank's sequences, text included where it is part of them; may be empty.
             token_dim: width of a token, for prices from shapes; not needed with a `cost`.
             text_lens: leading text tokens of each sequence, for models with separate text weights; default none.
+            context_lens: rows beside each sequence that its tokens cross-attend to, such as text; default none.
 
         Returns:
             The step; the balancer's own `route`, `reverse_route`, `pre_attn`, `post_attn` act on the latest one.
@@ -127,7 +140,7 @@ class SequenceBalancer(OriginalSurface):
             RankMismatchError: on every rank, if ranks differ in arguments, number of calls, or the plan they made.
         """
         start = time.perf_counter()
-        sequences = self._gather(seq_lens, text_lens, {"token_dim": token_dim})
+        sequences = self._gather(seq_lens, text_lens, context_lens, {"token_dim": token_dim})
         share = partial(gather_integers, self._group) if self._verify else None
         step = self._agreed(partial(self._make_step, sequences, token_dim), share, self._group.ranks)
         self._latest = replace(step, plan_seconds=time.perf_counter() - start)
@@ -156,8 +169,8 @@ class SequenceBalancer(OriginalSurface):
 
         Args:
             loader: makes this rank's batches.
-            lengths: seq_lens of a batch, or the tuple (seq_lens, text_lens), as for `plan_routing`; default the batch's
-                attributes `seq_lens` and, if it has it, `text_lens`.
+            lengths: seq_lens of a batch, or the tuple (seq_lens, text_lens) or (seq_lens, text_lens, context_lens), as
+                for `plan_routing`; default the batch's attributes of these names, the last two if it has them.
             token_dim: as for `plan_routing`.
             depth: batches that may be planned and not yet taken.
             empty: makes a batch without sequences, for ranks whose loader has ended while others have batches. Without
@@ -204,6 +217,7 @@ class SequenceBalancer(OriginalSurface):
             kernel=self._kernel,
             verify=self._verify,
             overlap=self._overlap,
+            token_grid=self._token_grid,
         )
 
     def cost(self, token_dim: int | None = None) -> CostModel:
@@ -221,6 +235,16 @@ class SequenceBalancer(OriginalSurface):
     def cluster(self) -> Cluster:
         """The ranks of the balancing group."""
         return self._cluster
+
+    def set_speeds(self, speeds: Sequence[int]) -> None:
+        """Plan from now on for ranks of these speeds [per mille of nominal], one for each rank of the process group.
+
+        Every rank must call it with the same speeds, between the same steps, and while no prefetch iterator is open.
+        """
+        if len(speeds) != self._base.size:
+            raise SpecError(f"{len(speeds)} speeds for {self._base.size} ranks; give one per rank of the process group")
+        first = self._base.ranks.index(self._group.ranks[0])
+        self._cluster = replace(self._cluster, speeds=tuple(speeds[first : first + self._group.size]))
 
     @property
     def latest(self) -> RoutingStep | None:
@@ -279,6 +303,26 @@ class SequenceBalancer(OriginalSurface):
         part_of = np.repeat(np.arange(len(sizes)), sizes)[first : first + group.size]
         start = group.ranks.index(part_group.ranks[0])
         return part_of, range(start, start + part_group.size), part_group
+
+
+def _read_cost(cost: CostModel | str | os.PathLike[str] | None) -> CostModel | CalibrationError | None:
+    """Prices, read from a profile if need be; what is wrong with it is returned, to be raised once ranks agree."""
+    if cost is None or isinstance(cost, CostModel):
+        return cost
+    try:
+        return Profile.load(cost).cost_model()
+    except CalibrationError as error:
+        return error
+
+
+def _on_grid(limits: Limits, token_grid: int) -> Limits:
+    """Limits that padding keeps: tokens per rank are cut to a multiple of the grid."""
+    cap = limits.max_tokens_per_rank
+    if token_grid < 1 or (cap is not None and cap < token_grid):
+        raise SpecError(
+            f"token_grid is {token_grid}; it must be at least 1 and at most max_tokens_per_rank, which is {cap}"
+        )
+    return limits if cap is None else replace(limits, max_tokens_per_rank=cap // token_grid * token_grid)
 
 
 def _spans_parts(placement: Placement, part_of: np.ndarray) -> bool:

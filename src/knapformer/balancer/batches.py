@@ -37,8 +37,8 @@ class RankBatches(Generic[BatchT]):
             batch = self._load()
             if self._ended and self._source.empty is None:
                 return Contribution(Status.ENDED), None, None
-            lens, text = _split_lengths(self._source.lengths(cast(BatchT, batch)))
-            mine = Contribution.of(lens, text)
+            lens, *others = _split_lengths(self._source.lengths(cast(BatchT, batch)))
+            mine = Contribution.of(lens, *others)
             if self._ended:
                 if mine.status != Status.OK or len(mine.lens):
                     raise PlanError(
@@ -64,21 +64,21 @@ class RankBatches(Generic[BatchT]):
         return None if self._source.empty is None else self._source.empty()
 
 
-def default_lengths(batch: Any) -> tuple[Any, Any]:
-    """(seq_lens, text_lens) of a batch that has these attributes, the second optional."""
+def default_lengths(batch: Any) -> tuple[Any, ...]:
+    """(seq_lens, text_lens, context_lens) of a batch that has these attributes, all but the first optional."""
     try:
-        return batch.seq_lens, getattr(batch, "text_lens", None)
+        return batch.seq_lens, getattr(batch, "text_lens", None), getattr(batch, "context_lens", None)
     except AttributeError:
         raise PlanError(
             f"a batch of type {type(batch).__name__} has no attribute seq_lens; pass lengths=, a function of the batch "
-            "that returns seq_lens or (seq_lens, text_lens)"
+            "that returns seq_lens, (seq_lens, text_lens) or (seq_lens, text_lens, context_lens)"
         ) from None
 
 
-def _split_lengths(lengths: Any) -> tuple[Any, Any]:
-    """What `lengths` returned as (seq_lens, text_lens); a tuple of two numbers is two lengths, not a pair of lists."""
-    if isinstance(lengths, tuple) and len(lengths) == 2:
+def _split_lengths(lengths: Any) -> tuple[Any, ...]:
+    """What `lengths` returned, as a tuple of lists; a tuple of two or three numbers is that many lengths."""
+    if isinstance(lengths, tuple) and len(lengths) in (2, 3):
         first = lengths[0]
         if first.ndim > 0 if hasattr(first, "ndim") else isinstance(first, Iterable):
             return lengths
-    return lengths, None
+    return (lengths,)

@@ -125,6 +125,11 @@ class OriginalSurface:
                     f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads "
                     f"do not divide by the bag size {size} of '{self._planner.spec}'; call layout.attend instead"
                 )
+        if step.token_grid > 1:
+            raise SpecError(
+                f"pre_attn and post_attn know no padding, but token_grid is {step.token_grid}; leave it at 1, or call "
+                "layout.attend instead"
+            )
         return step.bag_attention(num_heads)
 
     def _step(self) -> "RoutingStep":

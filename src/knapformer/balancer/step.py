@@ -30,6 +30,7 @@ from knapformer.plan import (
     sequence_exchange,
     token_exchange,
 )
+from knapformer.plan.placement import per_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,7 @@ class RoutingStep:
         kernel: attention kernel by name, None for the device's default.
         verify: whether routed tensors are compared across ranks before they move, so that errors are collective.
         overlap: whether traffic of split attention travels behind attention of whole sequences.
+        token_grid: every rank's packed rows are padded to a multiple of it.
         plan_seconds: time this rank took to gather lengths, plan, and compare plans [s]; of a prefetched step, in its
             thread, with the making of its tables and the wait for other ranks' loaders.
         wait_seconds: time the training thread waited for a prefetched step [s].
@@ -63,6 +65,7 @@ class RoutingStep:
     kernel: str | None = None
     verify: bool = True
     overlap: bool = True
+    token_grid: int = 1
     plan_seconds: float = 0.0
     wait_seconds: float = 0.0
 
@@ -82,16 +85,19 @@ class RoutingStep:
             kernel=self.kernel,
             split_attention=split,
             overlap=self.overlap,
+            token_grid=self.token_grid,
         )
 
     @cached_property
     def metrics(self) -> Metrics:
         """Modelled loads, imbalances and traffic of the placement."""
-        return measure(self.placement, self.cluster, self.cost)
+        return measure(self.placement, self.cluster, self.cost, token_grid=self.token_grid)
 
     def prepare(self, num_heads: int) -> Self:
         """Make now what routing and the first layer of a model with `num_heads` heads would make when they need it."""
         _ = self.layout, self._to_shards, self._to_home, self._to_holders
+        if self.placement.sequences.context_length.any():
+            _ = self.layout.context, self._context_to_holders
         if self._shares_attention:
             self._split_attention(num_heads)
         return self
@@ -107,19 +113,24 @@ class RoutingStep:
 
         Returns:
             Lengths of the packed shards here, x, and features, with (packed tokens here, ...) rows. Bit-exact;
-            gradients flow back to the home ranks.
+            gradients flow back to the home ranks. Rows of padding are zero, and no shard.
 
         Raises:
             PlanError, RankMismatchError: on every rank, if a rank's tensors do not fit the plan or the other ranks'.
         """
         tensors = self._move("route", [x, *(features or [])], self._to_shards, self.placement.sequences.tokens_at_home)
+        if padding := self.layout.padding:
+            tensors = [_insert(tensor, padding) for tensor in tensors]
         return list(self.layout.seq_lens), tensors[0], tensors[1:] if features is not None else None
 
     def reverse_route(
         self, x: Tensor, features: Sequence[Tensor] | None = None
     ) -> tuple[list[int], Tensor, list[Tensor] | None]:
-        """Bring packed tokens home: the inverse of `route`, also in the order of rows. See there."""
-        tensors = self._move("reverse_route", [x, *(features or [])], self._to_home, lambda _: self.placement.tokens())
+        """Bring packed tokens home, without padding: the inverse of `route`, also in the order of rows. See there."""
+        tensors = [x, *(features or [])]
+        if padding := self.layout.padding:
+            tensors = [_remove(tensor, padding, self.layout.num_tokens) for tensor in tensors]
+        tensors = self._move("reverse_route", tensors, self._to_home, lambda _: self.placement.tokens())
         lengths = self.placement.sequences.length[self.placement.sequences.of_rank(self.rank)].tolist()
         return lengths, tensors[0], tensors[1:] if features is not None else None
 
@@ -135,6 +146,22 @@ class RoutingStep:
         world = self.placement.world_size
         counts = np.bincount(self.placement.sequences.home, minlength=world)
         return tuple(self._move("deliver", list(vectors), self._to_holders, lambda _: counts))
+
+    def deliver_context(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Give the rows beside each sequence, such as text it cross-attends to, to every rank with tokens of it.
+
+        Args:
+            rows: (context rows at home, ...) each, of any dtype, in the order of `context_lens`.
+
+        Returns:
+            (layout.context.num_rows, ...) each, for `layout.cross_attend`. Gradients add up at home.
+        """
+        sequences = self.placement.sequences
+
+        def counts(world_size: int) -> np.ndarray:
+            return per_rank(sequences.home, sequences.context_length, world_size)
+
+        return tuple(self._move("deliver_context", list(rows), self._context_to_holders, counts))
 
     def __enter__(self) -> Self:
         activate(self)
@@ -166,6 +193,11 @@ class RoutingStep:
     @cached_property
     def _to_holders(self) -> DeviceExchange:
         return DeviceExchange.of(sequence_exchange(self.placement, self.rank), self.device)
+
+    @cached_property
+    def _context_to_holders(self) -> DeviceExchange:
+        rows = self.placement.sequences.context_length
+        return DeviceExchange.of(sequence_exchange(self.placement, self.rank, rows), self.device)
 
     @cached_property
     def _shares_attention(self) -> bool:
@@ -212,7 +244,11 @@ class RoutingStep:
         check_equal(
             self.group.ranks,
             table,
-            ["the call (route, reverse_route, deliver)", "dtypes or trailing shapes of the tensors", "the step's plan"],
+            [
+                "the call (route, reverse_route, deliver, deliver_context)",
+                "dtypes or trailing shapes of the tensors",
+                "the step's plan",
+            ],
             "make the same calls in the same order on every rank; tensors may differ in their number of rows only",
         )
         for rank, got, expected in zip(self.group.ranks, table[:, 4].tolist(), expected_rows.tolist(), strict=True):
@@ -221,3 +257,16 @@ class RoutingStep:
                 raise PlanError(f"rank {rank}: {verb} got {found}, the step has {expected} on this rank")
         wanted = int(np.bitwise_or.reduce(table[:, 3]))
         return [bool(wanted >> i & 1) for i in range(len(tensors))]
+
+
+def _insert(tensor: Tensor, padding: range) -> Tensor:
+    """Rows of zeros at the positions `padding`."""
+    zeros = tensor.new_zeros(len(padding), *tensor.shape[1:])
+    return torch.cat([tensor[: padding.start], zeros, tensor[padding.start :]])
+
+
+def _remove(tensor: Tensor, padding: range, num_rows: int) -> Tensor:
+    """The other rows. A tensor that has not `num_rows` stays as it is, to be reported on all ranks."""
+    if not tensor.ndim or len(tensor) != num_rows:
+        return tensor
+    return torch.cat([tensor[: padding.start], tensor[padding.stop :]])

@@ -24,6 +24,15 @@ app.command(
 app.command(
     "knapformer.cli.plan:plan", help="Plan recorded or generated lengths and print what a planner makes of them."
 )
+app.command("knapformer.cli.show:show", help="Draw a plan: picture, interactive page, animation or timeline.")
+app.command("knapformer.cli.advise:advise", help="Say whether balancing is worth it for a data set, and what to set.")
+app.command("knapformer.cli.simulate:simulate", help="Predict step time on a cluster one does not have.")
+app.command("knapformer.cli.replay:replay", help="Run each rank's share of a step on this device, one after the other.")
+app.command(
+    "knapformer.cli.calibrate:calibrate_command",
+    name="calibrate",
+    help="Measure what a layer costs on this device and fit a cost model to it.",
+)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -25,6 +25,8 @@ from knapformer.train import TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
 
 UNBALANCED, BALANCED = "unbalanced", "balanced"
+PROFILE = "demo-cpu"
+"""Measured prices of the demo's layers; ships with the library."""
 
 
 def demo(
@@ -61,7 +63,7 @@ def demo(
     record = out / "record.jsonl"
     record.unlink(missing_ok=True)
     config = demo_config(out / "data" / "manifest.jsonl", steps)
-    balanced = BalancerConfig(planner=name, topology=topology)
+    balanced = BalancerConfig(planner=name, topology=topology, profile=PROFILE)
     console.print(f"training on real images and clips: {ranks} CPU ranks, {steps} steps, unbalanced and balanced")
     start = time.perf_counter()
     run_on_ranks(_train_both, (config, balanced, record, as_json), ranks=ranks, device_type="cpu")
@@ -98,7 +100,8 @@ def demo_config(manifest: Path, steps: int) -> TrainConfig:
         max_frames=media.max_frames,
     )
     model = ModelConfig(width=192, num_heads=4, num_double=2, num_single=4, axes_dims=(16, 16, 16))
-    return TrainConfig(data=data, model=model, balancer=BalancerConfig(planner="local"), train=RunConfig(steps=steps))
+    balancer = BalancerConfig(planner="local", profile=PROFILE)
+    return TrainConfig(data=data, model=model, balancer=balancer, train=RunConfig(steps=steps))
 
 
 def _train_both(device: torch.device, config: TrainConfig, balanced: BalancerConfig, record: Path, quiet: bool) -> None:

@@ -25,7 +25,7 @@ def train(config: Path, *, ranks: int | None = None, device: str | None = None) 
         cpu or cuda. Default: cuda where there is one.
     """
     settings = read_config(config)
-    settings.mmdit()  # errors of the input are raised here, in one line, and not on every rank
+    settings.shape()  # errors of the input are raised here, in one line, and not on every rank
     GroupSampler(settings.loader_groups(), read_manifest(settings.data.manifest).ids_by_source())
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
     run_on_ranks(_train, (settings,), ranks=ranks or settings.train.ranks, device_type=device_type)

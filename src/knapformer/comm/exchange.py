@@ -1,9 +1,9 @@
 """The one differentiable collective: rows of any number of tensors of any dtypes, in one all-to-all each way.
 
     start                                         wait
-    tensors --copy--> message --all-to-all- - - --> message --gather--> outputs
+    tensors --pack--> message --all-to-all- - - --> message --unpack--> outputs
       ^                                                                   |
-      '---------gather-- message <- - - all-to-all-- message <--copy------'   (backward: the same, mirrored)
+      '-------unpack-- message <- - - all-to-all-- message <--pack--------'   (backward: the same, mirrored)
 
 Each byte is copied once on either side. Work placed between `start` and `wait` runs while the message travels, and
 since autograd runs nodes in reverse order of creation, its backward runs while the gradients travel back.
@@ -12,13 +12,16 @@ Tensors lie *beside* each other in a row of the message (they share one table: a
 after rows (q, k and v of split attention, whose rows go different ways). They travel as raw words, so every dtype
 arrives bit-exact. The adjoint of sending a row to several ranks is adding up what returns. A rank joins the backward
 collective whenever any rank does, also if it sent no row or its own input needs no gradient.
+
+Rows that stay on this rank may stand before those that travel. `start` hands them out in parts, `wait` takes parts that
+are to stand before the rows that arrive, so that nothing has to be split or concatenated around an exchange.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,25 +29,9 @@ from torch.autograd import Function
 
 from knapformer.comm.groups import RankGroup
 from knapformer.comm.message import Format
+from knapformer.comm.sides import Side
 from knapformer.errors import PlanInvariantError
 from knapformer.plan import Exchange
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lane:
-    """Where the rows of one tensor lie in the message, before and after it travels.
-
-    Attributes:
-        send: (source rows,) message row of each source row, its first one if it is sent to several ranks.
-        arrive: (target rows,) message row of each target row.
-        again_from, again_to: source row and message row of every further copy of a source row.
-    None stands for an index that takes all rows of the message in order, or for no further copies.
-    """
-
-    send: Tensor | None
-    arrive: Tensor | None
-    again_from: Tensor | None
-    again_to: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +39,11 @@ class DeviceExchange:
     """An `Exchange` with its index tensors on a device.
 
     Attributes:
-        lanes: one for tensors that lie beside each other; one per tensor for stacked ones.
-        input_split_sizes, output_split_sizes: message rows to and from each rank.
+        source, target: where rows lie in the message, before and after it travels.
     """
 
-    lanes: tuple[Lane, ...]
-    input_split_sizes: list[int]
-    output_split_sizes: list[int]
+    source: Side
+    target: Side
 
     @classmethod
     def of(
@@ -76,28 +61,10 @@ class DeviceExchange:
             device: of the index tensors.
             source_rows, target_rows: for stacked tensors, the rows of each; they add up to the table's.
         """
-        num_sent, num_received = len(table.send_index), len(table.recv_index)
-        send = np.empty(table.num_source_rows, dtype=np.int64)
-        send[table.send_index[::-1]] = np.arange(num_sent)[::-1]  # of several copies, the first is written last
-        arrive = np.empty(num_received, dtype=np.int64)
-        arrive[table.recv_index] = np.arange(num_received)
-        is_copy = np.ones(num_sent, dtype=bool)
-        is_copy[send] = False
-        copies = np.flatnonzero(is_copy)
-        copied = table.send_index[copies]
-        lanes, source, target = [], 0, 0
-        for rows, arriving in zip(source_rows or (len(send),), target_rows or (num_received,), strict=True):
-            mine = (copied >= source) & (copied < source + rows)
-            lanes.append(
-                Lane(
-                    _index(send[source : source + rows], num_sent, device),
-                    _index(arrive[target : target + arriving], num_received, device),
-                    torch.from_numpy(copied[mine] - source).to(device) if mine.any() else None,
-                    torch.from_numpy(copies[mine]).to(device) if mine.any() else None,
-                )
-            )
-            source, target = source + rows, target + arriving
-        return cls(tuple(lanes), table.input_split_sizes.tolist(), table.output_split_sizes.tolist())
+        return cls(
+            Side.of(table.send_index, table.num_source_rows, table.input_split_sizes, source_rows, device),
+            Side.of(table.recv_index, table.num_target_rows, table.output_split_sizes, target_rows, device),
+        )
 
 
 def exchange(
@@ -110,7 +77,7 @@ def exchange(
     """Move rows of `tensors`, each (source rows, ...), to their targets, each (target rows, ...). Collective.
 
     Args:
-        tensors: the same number, dtypes and trailing shapes on every rank. With a table of one lane, any dtypes, one
+        tensors: the same number, dtypes and trailing shapes on every rank. With a table without lanes, any dtypes, one
             row each per source row; else one tensor per lane, of one dtype and trailing shape.
         table: this rank's view of the exchange.
         group: the ranks of the table.
@@ -126,138 +93,137 @@ def start_exchange(
     group: RankGroup,
     *,
     differentiable: Sequence[bool] | None = None,
+    stay: Sequence[int] = (),
 ) -> "Transfer":
-    """Send the rows; `Transfer.wait` returns what `exchange` does. Ranks must call it in the same order."""
+    """Send the rows; `Transfer.wait` returns what `exchange` does. Ranks must call it in the same order.
+
+    Args:
+        tensors, table, group, differentiable: see `exchange`.
+        stay: rows of each part of each tensor, before those of the table, that is not sent: `Transfer.stayed`.
+    """
     wanted = [t.requires_grad for t in tensors] if differentiable is None else list(differentiable)
     joins = torch.is_grad_enabled() and any(wanted)
-    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors))
+    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors), list(stay))
     # An input of our own makes autograd visit this exchange on every rank, whatever this rank's tensors need.
     anchor = torch.empty(0, device=tensors[0].device, requires_grad=True) if joins else None
-    transfer.token = _Start.apply(transfer, anchor, *tensors)
+    transfer.token, *parts = _Start.apply(transfer, anchor, *tensors)
+    transfer.stayed = [parts[i : i + len(stay)] for i in range(0, len(parts), len(stay) or 1)]
     return transfer
 
 
 class Transfer:
-    """One exchange under way, and its way back. Made by `start_exchange`."""
+    """One exchange under way, and its way back. Made by `start_exchange`.
 
-    def __init__(self, table: DeviceExchange, group: RankGroup, tensors: Sequence[Tensor], wanted: list[bool]) -> None:
+    Attributes:
+        stayed: the parts of each tensor that were not sent; until `wait`.
+    """
+
+    def __init__(
+        self, table: DeviceExchange, group: RankGroup, tensors: Sequence[Tensor], wanted: list[bool], stay: list[int]
+    ) -> None:
         self.wanted = wanted
+        # These two are let go by `wait`, because their graph refers to this transfer.
         self.token: Tensor | None = None  # carries the graph from start to wait; has no elements
-        self._group = group
-        self._splits = table.input_split_sizes, table.output_split_sizes
+        self.stayed: list[list[Tensor]] = []
+        self._table, self._group = table, group
+        self._stay, self._before = stay, list[int]()
         like = [(t.dtype, t.shape[1:]) for t in tensors]
-        lanes = [table.lanes[i % len(table.lanes)] for i in range(len(tensors))]
-        self._out = lanes, Format(like, stacked=len(table.lanes) > 1)
-        joins = [i for i, join in enumerate(wanted) if join]
-        self._back = [lanes[i] for i in joins], Format([like[i] for i in joins], stacked=len(table.lanes) > 1)
+        lanes = list(range(len(like))) if table.source.lanes else None
+        self._out = self._back = Format.of(like, lanes)
+        if not all(wanted):
+            joins = [i for i, join in enumerate(wanted) if join]
+            self._back = Format.of([like[i] for i in joins], joins if lanes else None)
         self._flight: tuple[Any, Tensor, Tensor] | None = None
 
-    def wait(self) -> list[Tensor]:
-        """The outputs, in the order of the tensors. Once only."""
-        token, self.token = self.token, None  # not kept: the graph refers to this transfer
-        return list(_Wait.apply(self, token))
+    def wait(self, *before: Tensor) -> list[Tensor]:
+        """The outputs, in the order of the tensors. Once only.
 
-    def launch(self, tensors: Sequence[Tensor]) -> None:
-        """Pack source rows and start the all-to-all."""
-        lanes, format = self._out
-        message = self._pack(tensors, format, [lane.send for lane in lanes], self._splits[0])
-        for i, (tensor, lane) in enumerate(zip(tensors, lanes, strict=True)):
-            if lane.again_from is not None and lane.again_to is not None:
-                again = format.words(tensor, i).index_select(0, lane.again_from)
-                format.view(message, i).index_copy_(0, lane.again_to, again)
-        self._fly(message, format, *self._splits)
+        Args:
+            before: where one tensor travels, parts to stand before the rows that arrive.
+        """
+        token, self.token, self.stayed = self.token, None, []
+        return list(_Wait.apply(self, token, *before))
 
-    def land(self) -> list[Tensor]:
+    def launch(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Pack source rows and start the all-to-all. Returns the parts of each tensor that stay."""
+        return self._send(self._out, tensors, self._table.source, self._table.target, self._stay)
+
+    def land(self, before: Sequence[Tensor]) -> list[Tensor]:
         """Wait, and take the target rows out of the message."""
-        lanes, format = self._out
-        received = self._receive()
-        outputs = format.take(received, [lane.arrive for lane in lanes])
-        self._group.buffers.give(received)
-        return outputs
+        self._before = [len(part) for part in before]
+        return self._take(self._out, self._receive(), self._table.target, [before])
 
-    def launch_back(self, grads: Sequence[Tensor]) -> None:
-        """`launch` for the gradients of the outputs that take part."""
-        lanes, format = self._back
-        message = self._pack(grads, format, [lane.arrive for lane in lanes], self._splits[1])
-        self._fly(message, format, *reversed(self._splits))
+    def launch_back(self, grads: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """`launch` for the gradients of the outputs that take part. Returns those of the parts before."""
+        return self._send(self._back, grads, self._table.target, self._table.source, self._before)
 
-    def land_back(self) -> list[Tensor]:
-        """Wait, and add up the gradients of the source rows."""
-        lanes, format = self._back
-        received = self._receive()
-        grads = format.take(received, [lane.send for lane in lanes])
-        for i, lane in enumerate(lanes):
-            if lane.again_from is not None and lane.again_to is not None:
-                copies = format.view(received, i).index_select(0, lane.again_to)
-                grads[i] = _add_rows(grads[i], lane.again_from, format.restore(copies, i))
-        self._group.buffers.give(received)
-        return grads
+    def land_back(self, stayed: Sequence[Tensor]) -> list[Tensor]:
+        """Wait, and add up the gradients of the source rows. `stayed` are those of all parts that `launch` returned."""
+        received, side, each = self._receive(), self._table.source, len(self._stay)
+        if side.copies is not None:
+            self._back.add_copies(received, side.copies)
+        parts = [stayed[i * each : (i + 1) * each] for i, join in enumerate(self.wanted) if join]
+        return self._take(self._back, received, side, parts)
 
-    def _pack(
-        self, tensors: Sequence[Tensor], format: Format, index: Sequence[Tensor | None], splits: list[int]
-    ) -> Tensor:
-        if len(tensors) == 1 and index[0] is None:
-            return format.words(tensors[0], 0)  # already the message
-        message = self._group.buffers.take(sum(splits), format, tensors[0].device)
-        format.put(message, index, tensors)
-        return message
-
-    def _fly(self, message: Tensor, format: Format, input_splits: list[int], output_splits: list[int]) -> None:
-        handle = self._group.handle
-        if handle is None:
-            self._flight = (None, message, message)
-            return
-        received = self._group.buffers.take(sum(output_splits), format, message.device)
-        work = dist.all_to_all_single(received, message, output_splits, input_splits, group=handle, async_op=True)
-        self._flight = (work, message, received)
+    def _send(
+        self, format: Format, tensors: Sequence[Tensor], source: Side, target: Side, before: list[int]
+    ) -> list[Sequence[Tensor]]:
+        group, skip = self._group, sum(before)
+        message = received = format.pack(tensors, source, group.buffers, skip)
+        work = None
+        if group.handle is not None:
+            received = group.buffers.take(sum(target.splits), format.width, format.word, message.device)
+            work = dist.all_to_all_single(
+                received, message, target.splits, source.splits, group=group.handle, async_op=True
+            )
+        self._flight = work, message, received
+        return [tensor[:skip].split(before) if before else () for tensor in tensors]
 
     def _receive(self) -> Tensor:
-        """The message that arrived; valid until its buffer is given back."""
+        """The message that arrived."""
         if self._flight is None:
             raise PlanInvariantError("an exchange was waited for twice, or before it was started")
-        (work, sent, received), self._flight = self._flight, None
+        (work, _, received), self._flight = self._flight, None
         if work is not None:
             work.wait()
-            self._group.buffers.give(sent)
         return received
+
+    def _take(self, format: Format, message: Tensor, side: Side, before: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """The rows of each tensor, behind its parts in `before`."""
+        room = sum(map(len, before[0]))
+        outputs = format.unpack(message, side, self._group.buffers, room)
+        if room:
+            for output, parts in zip(outputs, before, strict=True):
+                torch.cat(list(parts), out=output[:room])
+        return outputs
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, anchor: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, transfer: Transfer, anchor: Tensor | None, *tensors: Tensor) -> Any:
         ctx.transfer = transfer
-        transfer.launch(tensors)
-        return torch.empty(0, device=tensors[0].device)
+        stayed = transfer.launch(tensors)
+        fixed = [part for parts, join in zip(stayed, transfer.wanted, strict=True) if not join for part in parts]
+        ctx.mark_non_differentiable(*fixed)
+        return torch.empty(0, device=tensors[0].device), *chain(*stayed)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads = iter(ctx.transfer.land_back())
-        return None, None, *(next(grads) if join else None for join in ctx.transfer.wanted)
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _, *stayed = grads
+        landed = iter(ctx.transfer.land_back(stayed))
+        return None, None, *(next(landed) if join else None for join in ctx.transfer.wanted)
 
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, token: Tensor | None) -> Any:
+    def forward(ctx: Any, transfer: Transfer, token: Tensor | None, *before: Tensor) -> Any:
         ctx.transfer = transfer
-        outputs = transfer.land()
+        outputs = transfer.land(before)
         ctx.mark_non_differentiable(*(o for o, join in zip(outputs, transfer.wanted, strict=True) if not join))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         transfer = ctx.transfer
-        transfer.launch_back([g for g, join in zip(grads, transfer.wanted, strict=True) if join])
-        return None, torch.empty(0, device=grads[0].device)
-
-
-def _add_rows(rows: Tensor, index: Tensor, more: Tensor) -> Tensor:
-    """`rows` with `more` added at `index`; half precision is summed in fp32."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    return rows.to(wide).index_add_(0, index, more.to(wide)).to(rows.dtype)
-
-
-def _index(index: np.ndarray, num_rows: int, device: torch.device) -> Tensor | None:
-    """`index` into `num_rows` rows, or None if it takes all of them in order."""
-    if len(index) == num_rows and np.array_equal(index, np.arange(num_rows)):
-        return None
-    return torch.from_numpy(np.ascontiguousarray(index)).to(device)
+        before = transfer.launch_back([g for g, join in zip(grads, transfer.wanted, strict=True) if join])
+        return None, torch.empty(0, device=grads[0].device), *chain(*before)

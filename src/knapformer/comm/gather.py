@@ -41,6 +41,9 @@ class Status(IntEnum):
     """It takes no further batch."""
     ENDED = 8
     """It has no further batch of its own."""
+    CONTEXT_NOT_INTEGERS = 9
+    CONTEXT_COUNT = 10
+    CONTEXT_RANGE = 11
 
 
 _MESSAGES = {
@@ -49,8 +52,16 @@ _MESSAGES = {
     Status.TEXT_NOT_INTEGERS: "text_lens is not a flat list of whole numbers; pass one integer per sequence",
     Status.TEXT_COUNT: "text_lens has {0} entries for {1} sequences; pass one text length per sequence",
     Status.TEXT_RANGE: "sequence {0} has text length {1}; allowed is 0 to the sequence's length",
+    Status.CONTEXT_NOT_INTEGERS: "context_lens is not a flat list of whole numbers; pass one integer per sequence",
+    Status.CONTEXT_COUNT: "context_lens has {0} entries for {1} sequences; pass one context length per sequence",
+    Status.CONTEXT_RANGE: f"sequence {{0}} has context length {{1}}; allowed is 0 to {MAX_LENGTH} rows",
 }
+_TEXT_FAULTS = Status.TEXT_NOT_INTEGERS, Status.TEXT_COUNT, Status.TEXT_RANGE
+_CONTEXT_FAULTS = Status.CONTEXT_NOT_INTEGERS, Status.CONTEXT_COUNT, Status.CONTEXT_RANGE
 _NOTE_BYTES = 200
+
+Lengths = Iterable[int] | torch.Tensor
+"""Whole numbers, one per sequence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +72,11 @@ class Contribution:
     details: tuple[int, int] = (0, 0)
     lens: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
     text: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
+    context: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
     note: str = ""
 
     @classmethod
-    def of(cls, seq_lens: Iterable[int] | torch.Tensor, text_lens: Iterable[int] | torch.Tensor | None = None) -> Self:
+    def of(cls, seq_lens: Lengths, text_lens: Lengths | None = None, context_lens: Lengths | None = None) -> Self:
         """Lengths as a user gives them."""
         lens = _integers(seq_lens)
         if lens is None:
@@ -72,15 +84,18 @@ class Contribution:
         bad = np.flatnonzero((lens < 1) | (lens > MAX_LENGTH))
         if len(bad):
             return cls(Status.LENGTH_RANGE, (int(bad[0]), int(lens[bad[0]])))
-        text = np.zeros_like(lens) if text_lens is None else _integers(text_lens)
-        if text is None:
-            return cls(Status.TEXT_NOT_INTEGERS)
-        if len(text) != len(lens):
-            return cls(Status.TEXT_COUNT, (len(text), len(lens)))
-        bad = np.flatnonzero((text < 0) | (text > lens))
-        if len(bad):
-            return cls(Status.TEXT_RANGE, (int(bad[0]), int(text[bad[0]])))
-        return cls(Status.OK, lens=lens, text=text)
+        sides = []
+        for given, most, faults in ((text_lens, lens, _TEXT_FAULTS), (context_lens, MAX_LENGTH, _CONTEXT_FAULTS)):
+            side = np.zeros_like(lens) if given is None else _integers(given)
+            if side is None:
+                return cls(faults[0])
+            if len(side) != len(lens):
+                return cls(faults[1], (len(side), len(lens)))
+            bad = np.flatnonzero((side < 0) | (side > most))
+            if len(bad):
+                return cls(faults[2], (int(bad[0]), int(side[bad[0]])))
+            sides.append(side)
+        return cls(Status.OK, (0, 0), lens, *sides)
 
     @classmethod
     def failed(cls, error: BaseException) -> Self:
@@ -110,7 +125,9 @@ class Gathered:
     def sequences(self, members: slice = slice(None)) -> Sequences:
         """The sequences of a range of rows, whose homes are counted from its start."""
         rows = self.rows[members]
-        return Sequences.from_ranks([row.lens for row in rows], [row.text for row in rows])
+        return Sequences.from_ranks(
+            [row.lens for row in rows], [row.text for row in rows], [row.context for row in rows]
+        )
 
     def check_lengths(self) -> None:
         """Raise `PlanError` if the lengths of a rank are not usable."""
@@ -195,8 +212,9 @@ class LengthGather:
 
     def __call__(
         self,
-        seq_lens: Iterable[int] | torch.Tensor,
-        text_lens: Iterable[int] | torch.Tensor | None = None,
+        seq_lens: Lengths,
+        text_lens: Lengths | None = None,
+        context_lens: Lengths | None = None,
         extra_settings: dict[str, object] | None = None,
     ) -> Sequences:
         """Collective. Lengths [tokens] of this rank's sequences, in order.
@@ -205,7 +223,7 @@ class LengthGather:
             PlanError: on every rank, if one rank's lengths are not usable.
             RankMismatchError: on every rank, if settings or the number of calls differ between ranks.
         """
-        return self.collect(Contribution.of(seq_lens, text_lens), extra_settings).sequences()
+        return self.collect(Contribution.of(seq_lens, text_lens, context_lens), extra_settings).sequences()
 
     def collect(self, mine: Contribution, extra_settings: dict[str, object] | None = None) -> Gathered:
         """What all ranks bring. Raises as `__call__` does, unless a rank failed: then the caller has more to say."""
@@ -214,7 +232,7 @@ class LengthGather:
         header = [mine.status, *mine.details, len(mine.lens), self._calls, *settings]
         self._calls += 1
         while True:
-            message = np.zeros(len(header) + 2 * self._room, dtype=np.int64)
+            message = np.zeros(len(header) + 3 * self._room, dtype=np.int64)
             message[: len(header)] = header
             _write_body(message[len(header) :], mine)
             table = gather_integers(self._group, message, pause=self._pause)
@@ -235,16 +253,17 @@ class LengthGather:
 
 
 def _write_body(body: Int64Array, mine: Contribution) -> None:
-    """Lengths and text lengths, a half each, as far as there is room; or the note, which always fits."""
+    """Lengths, text and context lengths, a third each, as far as there is room; or the note, which always fits."""
     if mine.note:
         words = np.frombuffer(
             mine.note.encode(errors="backslashreplace")[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0"), dtype=np.int64
         )
         body[: len(words)] = words
         return
-    halves = body.reshape(2, -1)
-    kept = min(len(mine.lens), halves.shape[1])
-    halves[0, :kept], halves[1, :kept] = mine.lens[:kept], mine.text[:kept]
+    thirds = body.reshape(3, -1)
+    kept = min(len(mine.lens), thirds.shape[1])
+    for third, values in zip(thirds, (mine.lens, mine.text, mine.context), strict=True):
+        third[:kept] = values[:kept]
 
 
 def _read_row(row: Int64Array, header: int) -> Contribution:
@@ -252,11 +271,10 @@ def _read_row(row: Int64Array, header: int) -> Contribution:
     if status == Status.FAILED:
         text = body[: _NOTE_BYTES // 8].tobytes().rstrip(b"\0").decode(errors="ignore")  # may be cut inside a character
         return Contribution(status, details, note=text)
-    halves = body.reshape(2, -1)
-    return Contribution(status, details, halves[0, :count], halves[1, :count])
+    return Contribution(status, details, *body.reshape(3, -1)[:, :count])
 
 
-def _integers(values: Iterable[int] | torch.Tensor) -> Int64Array | None:
+def _integers(values: Lengths) -> Int64Array | None:
     try:
         if isinstance(values, torch.Tensor):
             array = values.detach().cpu().numpy()

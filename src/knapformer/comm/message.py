@@ -1,19 +1,70 @@
-"""Messages: tensors of any dtypes as rows of raw words, and the buffers they are kept in.
+"""Messages: tensors of any dtypes as rows of raw words, and the memory they and what comes out of them lie in.
 
     beside     row = [x 128 bytes | pos 12 bytes + 4 unused | tag 1 byte + 7 unused]      tensors share their rows
     stacked    rows of q, then rows of k, then rows of v                                  tensors share their columns
 
-Words are as wide as the tensors allow, because copies by index move one word at a time.
+A `Format` copies rows in and out, each byte once. Words are as wide as the tensors allow, because copies by index move
+one word at a time.
 """
 
+import weakref
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from knapformer.comm.rows_triton import put_all_rows, put_rows, take_all_rows, take_rows
+from knapformer.comm.rows_triton import put_all_rows, put_rows, take_rows
+from knapformer.comm.sides import Copies, Side
 
+Like = tuple[torch.dtype, torch.Size]
 _WORDS = ((8, torch.int64), (4, torch.int32), (1, torch.uint8))  # gloo and NCCL carry all three
+
+
+class BufferPool:
+    """Memory on the CPU that is used again: fresh memory costs several times the copy that fills it.
+
+    What is taken comes back by itself when the last tensor on it is gone, whoever holds it: autograd, a user, a
+    collective under way. So it may be handed out for good. Never more is kept than was in use at once.
+    On other devices torch's caching allocator does this already.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[np.ndarray] = []  # longest unused first
+        self.bytes_held = 0  # free or in use
+        self._most = 0  # in use at once
+
+    def take(self, rows: int, width: int, word: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised (rows, width) words."""
+        size = rows * width * word.itemsize
+        if device.type != "cpu" or size < _GRAIN:
+            return torch.empty((rows, width), dtype=word, device=device)
+        memory = self._find(size)
+        lease = memory[:size]
+        # The lease lives as long as a tensor's memory does; then the memory may be used again.
+        weakref.finalize(lease, self._free.append, memory).atexit = False
+        return torch.frombuffer(lease, dtype=word).view(rows, width)
+
+    def _find(self, size: int) -> np.ndarray:
+        size = -(-size // _GRAIN) * _GRAIN
+        fitting = [i for i, memory in enumerate(self._free) if size <= len(memory) <= size * 9 // 8]
+        if fitting:  # of those of one size the last one, which is most likely in the caches
+            memory = self._free.pop(min(reversed(fitting), key=lambda i: len(self._free[i])))
+        else:
+            memory = np.empty(size + _ALIGN, dtype=np.uint8)
+            memory = memory[-memory.ctypes.data % _ALIGN :][:size]
+            self.bytes_held += size
+        self._most = max(self._most, self.bytes_held - sum(map(len, self._free)))
+        while self._free and self.bytes_held > self._most:
+            self.bytes_held -= len(self._free.pop(0))
+        return memory
+
+
+_GRAIN = 1 << 16
+"""Bytes; sizes are multiples of it, so that they fit again where lengths have changed a little. Less is left to malloc,
+which does as well there."""
+_ALIGN = 64
 
 
 class Format:
@@ -21,26 +72,82 @@ class Format:
 
     Args:
         like: (dtype, trailing shape) of each tensor.
-        stacked: whether they share columns; their rows are then equally wide.
+        lanes: for stacked tensors, the lane of each; they share columns, so that their rows are equally wide.
     """
 
-    def __init__(self, like: Sequence[tuple[torch.dtype, torch.Size]], *, stacked: bool) -> None:
-        self._like, self._stacked = like, stacked
+    _made: ClassVar[dict[Any, "Format"]] = {}
+
+    @classmethod
+    def of(cls, like: Sequence[Like], lanes: Sequence[int] | None = None) -> "Format":
+        """The one that was made before, if there is one: layers ask for the same ones over and over."""
+        key = tuple(like), None if lanes is None else tuple(lanes)
+        if key not in cls._made:
+            cls._made[key] = cls(*key)
+        return cls._made[key]
+
+    def __init__(self, like: Sequence[Like], lanes: Sequence[int] | None = None) -> None:
+        self._like, self._lanes = like, lanes
         widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
-        padded = [width if stacked or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
-        starts = [0] * len(widths) if stacked else [sum(padded[:i]) for i in range(len(widths))]
+        padded = [width if lanes or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
+        starts = [0] * len(widths) if lanes else [sum(padded[:i]) for i in range(len(widths))]
         self._spans = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         row = max((start + width for start, width in zip(starts, padded, strict=True)), default=0)
         size, self.word = _widest_word(row)
         self.width = row // size
 
-    def view(self, message: Tensor, i: int) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], side: Side, pool: BufferPool, skip: int = 0) -> Tensor:
+        """A message of the tensors' rows, but for the first `skip` of each."""
+        words = [self._words(tensor, i)[skip:] for i, tensor in enumerate(tensors)]
+        if self._lanes is None and len(words) == 1 and side.order is None:
+            return words[0]  # is the message
+        message = pool.take(sum(side.splits), self.width, self.word, tensors[0].device)
+        if self._lanes is None:
+            for i, rows in enumerate(words):
+                take_rows(rows, side.order, self._column(message, i))
+            return message
+        put_all_rows(message, [side.lanes[lane] for lane in self._lanes], words)
+        if side.copies is not None:
+            again = take_rows(message, side.copies.first.index_select(0, side.copies.of))
+            put_rows(message, side.copies.rows, again)
+        return message
+
+    def unpack(self, message: Tensor, side: Side, pool: BufferPool, room: int = 0) -> list[Tensor]:
+        """The tensors, in memory of their own, behind `room` rows to be filled in each."""
+        if self._lanes is None:
+            outputs = []
+            for i in range(len(self._like)):
+                column = self._column(message, i)
+                rows = room + (len(message) if side.place is None else len(side.place))
+                memory = pool.take(rows, column.shape[1], column.dtype, message.device)
+                take_rows(column, side.place, memory[room:])
+                outputs += self._tensors(memory, [i], [rows])
+            return outputs
+        places = [side.lanes[lane] for lane in self._lanes]
+        counts = [room + len(place) for place in places]
+        memory = pool.take(sum(counts), self.width, self.word, message.device)
+        if not room and len(places) == len(side.lanes):
+            take_rows(message, side.place, memory)  # of all lanes at once
+        else:
+            for part, place in zip(memory.split(counts), places, strict=True):
+                take_rows(message, place, part[room:])
+        return self._tensors(memory, range(len(counts)), counts)
+
+    def add_copies(self, message: Tensor, copies: Copies) -> None:
+        """Add what stands in further copies to the first one. Half precision is summed in fp32."""
+        for i in range(1 if self._lanes else len(self._like)):
+            column = self._column(message, i)
+            first, more = (self._restore(take_rows(column, rows), i) for rows in (copies.first, copies.rows))
+            wide = torch.promote_types(first.dtype, torch.float32)
+            total = first.to(wide).index_add_(0, copies.of, more.to(wide)).to(first.dtype)
+            put_rows(column, copies.first, self._words(total, i))
+
+    def _column(self, message: Tensor, i: int) -> Tensor:
         """The columns of tensor `i` in a (rows, width) message, as words."""
         start, stop = self._spans[i]
         size, word = _widest_word(stop - start)
         return message.view(word)[:, start // size : stop // size]
 
-    def words(self, tensor: Tensor, i: int) -> Tensor:
+    def _words(self, tensor: Tensor, i: int) -> Tensor:
         """A tensor as (rows, words), without a copy where it is contiguous and aligned."""
         width = self._spans[i][1] - self._spans[i][0]
         size, word = _widest_word(width)
@@ -49,61 +156,20 @@ class Format:
             flat = flat.clone()
         return flat.view(word).view(len(tensor), width // size)
 
-    def put(self, message: Tensor, indices: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> None:
-        """Copy tensors into the message: the rows of each to those in its index, or to all in order."""
-        words = [self.words(tensor, i) for i, tensor in enumerate(tensors)]
-        if self._stacked:
-            put_all_rows(message, indices, words)
-            return
-        for i, (index, rows) in enumerate(zip(indices, words, strict=True)):
-            put_rows(self.view(message, i), index, rows)
-
-    def take(self, message: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor]:
-        """The tensors, each with the rows in its index, or all in order, in memory of their own."""
-        if self._stacked:
-            taken = take_all_rows(message, indices)
-        else:
-            taken = [take_rows(self.view(message, i), index) for i, index in enumerate(indices)]
-        return [self.restore(rows, i) for i, rows in enumerate(taken)]
-
-    def restore(self, words: Tensor, i: int) -> Tensor:
+    def _restore(self, words: Tensor, i: int) -> Tensor:
         """Tensor `i` from its words."""
         dtype, shape = self._like[i]
         return words.flatten().view(dtype).view(len(words), *shape)
 
-
-class BufferPool:
-    """Keeps message buffers on the CPU between exchanges: fresh memory costs more than the copy that fills it.
-
-    On other devices torch's caching allocator does this already.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
-
-    def take(self, rows: int, format: Format, device: torch.device) -> Tensor:
-        """An uninitialised (rows, width) message."""
-        size = rows * format.width * format.word.itemsize
-        if device.type != "cpu" or not size:
-            return torch.empty((rows, format.width), dtype=format.word, device=device)
-        fitting = (i for i, buffer in enumerate(self._free) if len(buffer) >= size)  # sorted: the smallest comes first
-        at = next(fitting, None)
-        buffer = torch.empty(size, dtype=torch.uint8) if at is None else self._free.pop(at)
-        self._lent[buffer.data_ptr()] = buffer
-        return buffer[:size].view(format.word).view(rows, format.width)
-
-    def give(self, message: Tensor) -> None:
-        """Take back a message that nothing refers to any more; ignores what is not from here."""
-        buffer = self._lent.pop(message.data_ptr(), None) if message.numel() else None
-        if buffer is not None:
-            self._free.append(buffer)
-            self._free.sort(key=len)
-            del self._free[:-_KEPT]
-
-
-_KEPT = 6
-"""Buffers kept: two each of the exchanges that a layer has under way, and of those of the backward pass."""
+    def _tensors(self, memory: Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
+        """Tensors one after another in `memory`. For autograd none is a view, so that they may be changed in place."""
+        tensors, row = [], 0
+        for i, count in zip(numbers, counts, strict=True):
+            dtype, shape = self._like[i]
+            tensor = torch.empty(0, dtype=dtype, device=memory.device)
+            tensors.append(tensor.set_(memory.untyped_storage(), row * shape.numel(), torch.Size((count, *shape))))
+            row += count
+        return tensors
 
 
 def _widest_word(num_bytes: int) -> tuple[int, torch.dtype]:

@@ -67,19 +67,11 @@ def put_rows(target: Tensor, index: Tensor | None, source: Tensor) -> None:
     elif _has_kernel(target):
         _move([source], [index], target, into_indexed=True)
     else:
+        # torch copies a word at a time, so that wide ones take half as long.
+        unit = _words_per_access((target, source))
+        wide = unit > 1 and not any(x.storage_offset() % unit for x in (target, source))
+        target, source = (x.view(_WIDE) if wide else x for x in (target, source))
         target.index_copy_(0, index, source)
-
-
-def take_all_rows(source: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor]:
-    """`take_rows` of each index, in as few launches as possible."""
-    known = [index for index in indices if index is not None]
-    if len(known) < len(indices) or not _has_kernel(source):
-        return [take_rows(source, index) for index in indices]
-    outs = [source.new_empty(index.shape[0], source.shape[1]) for index in known]
-    for out, index in zip(outs, known, strict=True):
-        _check(source, index, out)
-    _move(outs, known, source, into_indexed=False)
-    return outs
 
 
 def put_all_rows(target: Tensor, indices: Sequence[Tensor | None], sources: Sequence[Tensor]) -> None:
@@ -156,6 +148,7 @@ _LANES = 3
 _TILE_BYTES = 8192
 """Moved by one program of 128 threads: four accesses of 16 bytes each, all under way at once."""
 _ACCESS_BYTES = 16
+_WIDE = torch.complex128  # nothing is computed with it
 
 
 def _move(plain: Sequence[Tensor], indices: Sequence[Tensor], indexed: Tensor, *, into_indexed: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from knapformer.models.compiled import piece
 from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate
 from knapformer.models.config import BackboneConfig, check_at_least
 from knapformer.models.init import deferred_init
@@ -72,9 +73,23 @@ class DiTBlock(nn.Module):
     def forward(self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout) -> Tensor:
         """Packed tokens (T, D) to packed tokens."""
         index_T = layout.sequence_index
-        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = self.mod(vec_SD)
-        q_THK, k_THK, v_THK = self.attn(modulate(layer_norm(x_TD), shift_attn, scale_attn, index_T))
-        attended_THK = layout.attend(rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK)
+        mod_S6D, *qkv = self.before_attention(x_TD, vec_SD, rotation, index_T)
+        return self.after_attention(x_TD, layout.attend(*qkv), mod_S6D, index_T)
+
+    @piece
+    def before_attention(
+        self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, index_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Modulation, which is needed again after attention, and queries, keys and values."""
+        mod_S6D = self.mod(vec_SD)
+        shift, scale = mod_S6D[:, :2].unbind(1)
+        q_THK, k_THK, v_THK = self.attn(modulate(layer_norm(x_TD), shift, scale, index_T))
+        return mod_S6D, rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK
+
+    @piece
+    def after_attention(self, x_TD: Tensor, attended_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
+        """Attention's output projection and the MLP, each gated into the residual stream."""
+        gate_attn, shift_mlp, scale_mlp, gate_mlp = mod_S6D[:, 2:].unbind(1)
         x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), gate_attn, index_T)
         hidden = self.mlp(modulate(layer_norm(x_TD), shift_mlp, scale_mlp, index_T))
         return add_gated(x_TD, hidden, gate_mlp, index_T)

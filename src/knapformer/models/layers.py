@@ -78,7 +78,7 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(config.width, config.num_out_channels)
 
     def forward(self, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) -> Tensor:
-        shift_SD, scale_SD = self.mod(vec_SD)
+        shift_SD, scale_SD = self.mod(vec_SD).unbind(1)
         return self.linear(modulate(layer_norm(x_TD), shift_SD, scale_SD, index_T))
 
 
@@ -98,6 +98,10 @@ class PackedModel(nn.Module, ABC):
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in the order they run: the units to shard and to checkpoint."""
 
+    def identity_layers(self) -> list[nn.Module]:
+        """The layers that are zero at the start with `zero_init`, so that every block is the identity."""
+        return [module.linear for module in self.modules() if isinstance(module, (Modulation, FinalLayer))]
+
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Fill all weights from a generator (seed 0 if None), never from torch's global random state.
 
@@ -106,9 +110,7 @@ class PackedModel(nn.Module, ABC):
         Raises:
             SpecError: the model is still on the meta device.
         """
-        zeroed = []
-        if self.backbone.zero_init:
-            zeroed = [module.linear for module in self.modules() if isinstance(module, (Modulation, FinalLayer))]
+        zeroed = self.identity_layers() if self.backbone.zero_init else ()
         fill_parameters(self, generator, zeroed=zeroed, zero_bias=self.backbone.zero_init)
 
     @property

@@ -15,7 +15,6 @@ Legend: T tokens on this rank (T_txt text, T_img visual), S sequences that have 
 K head dim, M MLP width, C channels.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,11 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from knapformer.errors import SpecError
+from knapformer.models.compiled import piece
 from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate
 from knapformer.models.config import BackboneConfig, check_at_least
 from knapformer.models.init import deferred_init
 from knapformer.models.layers import FinalLayer, HeadProjection, Mlp, PackedModel, QKNorm, layer_norm, split_heads
-from knapformer.models.packed import PackedLayout, check_rows, compute_dtype, merge_streams, split_streams
+from knapformer.models.packed import PackedLayout, TokenIndex, check_rows, compute_dtype, merge_streams, split_streams
 from knapformer.models.rope import Rotation, rotate, rotation_from_ids
 
 
@@ -110,9 +110,15 @@ class Stream(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
         self.mlp = Mlp(config)
 
-    def finish(self, x_TD: Tensor, attended_THK: Tensor, mod: Sequence[Tensor], index_T: Tensor) -> Tensor:
+    def start(self, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What comes before attention: modulation, which `finish` needs too, and queries, keys and values."""
+        mod_S6D = self.mod(vec_SD)
+        shift, scale = mod_S6D[:, :2].unbind(1)
+        return mod_S6D, self.attn(modulate(layer_norm(x_TD), shift, scale, index_T))
+
+    def finish(self, x_TD: Tensor, attended_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
         """What follows attention: its output projection and the MLP, each gated into the residual stream."""
-        _, _, gate_attn, shift_mlp, scale_mlp, gate_mlp = mod
+        gate_attn, shift_mlp, scale_mlp, gate_mlp = mod_S6D[:, 2:].unbind(1)
         x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), gate_attn, index_T)
         hidden = self.mlp(modulate(layer_norm(x_TD), shift_mlp, scale_mlp, index_T))
         return add_gated(x_TD, hidden, gate_mlp, index_T)
@@ -130,16 +136,36 @@ class DoubleStreamBlock(nn.Module):
         self, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout
     ) -> tuple[Tensor, Tensor]:
         """(img, txt) to (img, txt), rows in the order of `layout.image_index` and `layout.text_index`."""
-        txt_index, img_index = split_streams(layout.sequence_index, layout)
-        txt_mod, img_mod = self.txt.mod(vec_SD), self.img.mod(vec_SD)
-        txt_qkv = self.txt.attn(modulate(layer_norm(txt_TD), txt_mod[0], txt_mod[1], txt_index))
-        img_qkv = self.img.attn(modulate(layer_norm(img_TD), img_mod[0], img_mod[1], img_index))
-        q_THK, k_THK, v_THK = (merge_streams(txt, img, layout) for txt, img in zip(txt_qkv, img_qkv, strict=True))
-        attended_THK = layout.attend(rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK)
-        txt_out, img_out = split_streams(attended_THK, layout)
+        index = TokenIndex.of(layout)
+        txt_mod, img_mod, *qkv = self.before_attention(img_TD, txt_TD, vec_SD, rotation, index)
+        return self.after_attention(img_TD, txt_TD, layout.attend(*qkv), txt_mod, img_mod, index)
+
+    @piece
+    def before_attention(
+        self, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor, rotation: Rotation, index: TokenIndex
+    ) -> tuple[Tensor, ...]:
+        """Modulation of text and image, and joint queries, keys and values in packed order."""
+        txt_index, img_index = split_streams(index.sequence_index, index)
+        txt_mod, txt_qkv = self.txt.start(txt_TD, vec_SD, txt_index)
+        img_mod, img_qkv = self.img.start(img_TD, vec_SD, img_index)
+        q_THK, k_THK, v_THK = (merge_streams(txt, img, index) for txt, img in zip(txt_qkv, img_qkv, strict=True))
+        return txt_mod, img_mod, rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK
+
+    @piece
+    def after_attention(
+        self,
+        img_TD: Tensor,
+        txt_TD: Tensor,
+        attended_THK: Tensor,
+        txt_mod: Tensor,
+        img_mod: Tensor,
+        index: TokenIndex,
+    ) -> tuple[Tensor, Tensor]:
+        """Each stream's part after attention."""
+        txt_index, img_index = split_streams(index.sequence_index, index)
+        txt_out, img_out = split_streams(attended_THK, index)
         img_TD = self.img.finish(img_TD, img_out, img_mod, img_index)
-        txt_TD = self.txt.finish(txt_TD, txt_out, txt_mod, txt_index)
-        return img_TD, txt_TD
+        return img_TD, self.txt.finish(txt_TD, txt_out, txt_mod, txt_index)
 
 
 class SingleStreamBlock(nn.Module):
@@ -157,14 +183,28 @@ class SingleStreamBlock(nn.Module):
 
     def forward(self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout) -> Tensor:
         """Packed tokens (T, D) to packed tokens."""
-        shift_SD, scale_SD, gate_SD = self.mod(vec_SD)
-        hidden = self.fc_in(modulate(layer_norm(x_TD), shift_SD, scale_SD, layout.sequence_index))
+        index_T = layout.sequence_index
+        mod_S3D, mlp_TM, *qkv = self.before_attention(x_TD, vec_SD, rotation, index_T)
+        return self.after_attention(x_TD, layout.attend(*qkv), mlp_TM, mod_S3D, index_T)
+
+    @piece
+    def before_attention(self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, index_T: Tensor) -> tuple[Tensor, ...]:
+        """Modulation, the activation of the MLP, and queries, keys and values."""
+        mod_S3D = self.mod(vec_SD)
+        shift_SD, scale_SD = mod_S3D[:, :2].unbind(1)
+        hidden = self.fc_in(modulate(layer_norm(x_TD), shift_SD, scale_SD, index_T))
         qkv, mlp_TM = hidden.split(self.widths, dim=-1)
         q_THK, k_THK, v_THK = split_heads(qkv, self.num_heads, self.head_dim)
         q_THK, k_THK = self.norm(q_THK, k_THK)
-        attended_THK = layout.attend(rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK)
-        branch_TD = self.fc_out(torch.cat((attended_THK.flatten(1), F.gelu(mlp_TM, approximate="tanh")), dim=-1))
-        return add_gated(x_TD, branch_TD, gate_SD, layout.sequence_index)
+        return mod_S3D, F.gelu(mlp_TM, approximate="tanh"), rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK
+
+    @piece
+    def after_attention(
+        self, x_TD: Tensor, attended_THK: Tensor, mlp_TM: Tensor, mod_S3D: Tensor, index_T: Tensor
+    ) -> Tensor:
+        """The output projection of attention and MLP, gated into the residual stream."""
+        branch_TD = self.fc_out(torch.cat((attended_THK.flatten(1), mlp_TM), dim=-1))
+        return add_gated(x_TD, branch_TD, mod_S3D[:, 2], index_T)
 
 
 class MMDiT(PackedModel):

@@ -10,7 +10,7 @@ one device, behind a balancer, or in a test with twenty lines of plain attention
 Legend: T tokens on this rank, T_txt and T_img its text and visual tokens, H heads, K head dim.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -55,18 +55,30 @@ class PackedLayout(Protocol):
         ...
 
 
-def merge_streams(txt: Tensor, img: Tensor, layout: PackedLayout) -> Tensor:
+class TokenIndex(NamedTuple):
+    """The index tensors of a layout, for code that is compiled: it cannot take the layout itself."""
+
+    sequence_index: Tensor
+    text_index: Tensor
+    image_index: Tensor
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> Self:
+        return cls(layout.sequence_index, layout.text_index, layout.image_index)
+
+
+def merge_streams(txt: Tensor, img: Tensor, layout: PackedLayout | TokenIndex) -> Tensor:
     """Put text rows (T_txt, ...) and visual rows (T_img, ...) into packed order (T, ...).
 
     Both inputs stay in the graph when they have no rows: their parameters then get zero gradients, not None. The two
     index sets cover every row, so the buffer needs no initial value.
     """
-    packed = img.new_empty((layout.num_tokens, *img.shape[1:]))
+    packed = img.new_empty((layout.sequence_index.shape[0], *img.shape[1:]))
     packed = packed.index_copy_(0, layout.text_index, txt)
     return packed.index_copy_(0, layout.image_index, img)
 
 
-def split_streams(packed: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+def split_streams(packed: Tensor, layout: PackedLayout | TokenIndex) -> tuple[Tensor, Tensor]:
     """Inverse of `merge_streams`: packed rows (T, ...) to (text rows, visual rows)."""
     return packed.index_select(0, layout.text_index), packed.index_select(0, layout.image_index)
 

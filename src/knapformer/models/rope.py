@@ -24,16 +24,16 @@ NUM_AXES = 3
 
 
 class Rotation:
-    """Cosine and sine of every token's angles, (T, 1, P) each: the middle axis broadcasts over heads.
+    """Cosine and sine of every token's angles, (T, P) each.
 
     Immutable by convention. Not a dataclass on purpose, see the module docstring.
     """
 
-    __slots__ = ("cos_T1P", "sin_T1P")
+    __slots__ = ("cos_TP", "sin_TP")
 
-    def __init__(self, cos_T1P: Tensor, sin_T1P: Tensor):
-        self.cos_T1P = cos_T1P
-        self.sin_T1P = sin_T1P
+    def __init__(self, cos_TP: Tensor, sin_TP: Tensor):
+        self.cos_TP = cos_TP
+        self.sin_TP = sin_TP
 
 
 def check_axes(axes_dims: tuple[int, ...], head_dim: int, theta: float) -> None:
@@ -73,13 +73,13 @@ def rotation_from_ids(ids_T3: Tensor, axes_dims: tuple[int, ...], theta: float, 
     for axis, dim in enumerate(axes_dims):
         exponent = torch.arange(0, dim, 2, dtype=dtype, device=ids_T3.device) / max(dim, 1)
         angles.append(ids_T3[:, axis, None] * theta**-exponent)
-    angle_T1P = torch.cat(angles, dim=1).unsqueeze(1)
-    return Rotation(angle_T1P.cos(), angle_T1P.sin())
+    angle_TP = torch.cat(angles, dim=1)
+    return Rotation(angle_TP.cos(), angle_TP.sin())
 
 
 def rotate(x_THK: Tensor, rotation: Rotation) -> Tensor:
     """Turn each channel pair of queries or keys by its token's angle; same shape and dtype as the input."""
-    cos, sin = rotation.cos_T1P, rotation.sin_T1P
+    cos, sin = rotation.cos_TP[:, None], rotation.sin_TP[:, None]
     # Sizes are explicit: -1 is ambiguous in a tensor of zero rows.
     pairs = x_THK.to(cos.dtype).unflatten(-1, (x_THK.shape[-1] // 2, 2))
     even, odd = pairs.unbind(-1)

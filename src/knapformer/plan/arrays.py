@@ -34,6 +34,12 @@ def exclusive_cumsum(counts: Int64Array) -> Int64Array:
     return starts
 
 
+def starts_within(group: Int64Array, counts: Int64Array) -> Int64Array:
+    """Start of each segment within its group, when segments of `counts` lie end to end and `group` never decreases."""
+    starts = exclusive_cumsum(counts)
+    return starts - starts[np.searchsorted(group, group)] if len(starts) else starts
+
+
 def ranges(starts: Int64Array, counts: Int64Array, strides: Int64Array | int = 1) -> Int64Array:
     """Concatenation of `starts[i] + strides[i] * arange(counts[i])`, without a Python loop."""
     total = int(counts.sum())

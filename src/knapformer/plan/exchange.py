@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from knapformer.errors import PlanInvariantError
-from knapformer.plan.arrays import Int64Array, exclusive_cumsum, ranges
+from knapformer.plan.arrays import Int64Array, exclusive_cumsum, ranges, starts_within
 from knapformer.plan.placement import Placement
 
 
@@ -114,22 +114,28 @@ def token_exchange(placement: Placement, rank: int) -> Exchange:
     return moves.exchange(rank, placement.world_size, int(sequences.length[sequences.home == rank].sum()), num_here)
 
 
-def sequence_exchange(placement: Placement, rank: int) -> Exchange:
-    """One row per sequence (a timestep, pooled text, a modulation) from its home to every rank that has tokens of it.
+def sequence_exchange(placement: Placement, rank: int, rows: Int64Array | None = None) -> Exchange:
+    """Rows of each sequence (a timestep, its context) from its home to every rank that has tokens of it.
 
     Target rows are in the order in which the rank's packed tokens first meet each sequence.
+
+    Args:
+        placement: the step's placement.
+        rank: whose view.
+        rows: (S,) rows of each sequence; default one.
     """
     order, shards, sequences = placement.packed_order(), placement.token_shards, placement.sequences
     seq, target = shards.seq[order], shards.rank[order]
     first = (np.diff(seq, prepend=-1) != 0) | (np.diff(target, prepend=-1) != 0)  # shards of one sequence are adjacent
     seq, target = seq[first], target[first]
-    target_row = np.arange(len(seq)) - np.searchsorted(target, target)
+    rows = np.ones_like(sequences.length) if rows is None else rows
+    count, home_row = rows[seq], starts_within(sequences.home, rows)
+    target_row = starts_within(target, count)
     by_sequence = np.lexsort((target, seq))
-    seq, target, target_row = seq[by_sequence], target[by_sequence], target_row[by_sequence]
-    home = sequences.home[seq]
-    moves = Moves(home, seq - np.searchsorted(sequences.home, home), target, target_row, np.ones_like(seq))
-    num_home = len(sequences.of_rank(rank))
-    return moves.exchange(rank, placement.world_size, num_home, int((target == rank).sum()))
+    seq, target, target_row, count = (column[by_sequence] for column in (seq, target, target_row, count))
+    moves = Moves(sequences.home[seq], home_row[seq], target, target_row, count)
+    num_home, num_here = int(rows[sequences.of_rank(rank)].sum()), int(count[target == rank].sum())
+    return moves.exchange(rank, placement.world_size, num_home, num_here)
 
 
 def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import NOMINAL_SPEED, Cluster
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
 from knapformer.plan.placement import Certificate, Placement
-from knapformer.plan.predict import Traffic, attention_traffic, predict, rank_loads
+from knapformer.plan.predict import Traffic, attention_traffic, padding_tokens, predict, rank_loads
 from knapformer.plan.sequences import Sequences
 
 __all__ = [
@@ -41,6 +41,7 @@ class Metrics:
         makespan, lower_bound: per layer, forward [s].
         step_over_ideal: predicted step with no traffic hidden over ideal compute, the mean load (`plan.predict`).
         step_over_ideal_overlap: the same with traffic hidden behind attention.
+        padding_tokens: rows of padding on all ranks together.
     """
 
     time_imbalance: float
@@ -55,16 +56,20 @@ class Metrics:
     lower_bound: float
     step_over_ideal: float
     step_over_ideal_overlap: float
+    padding_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def measure(placement: Placement, cluster: Cluster, cost: CostModel) -> Metrics:
-    """All metrics of a placement under a cost model whose `num_heads` is the placement's."""
+def measure(placement: Placement, cluster: Cluster, cost: CostModel, *, token_grid: int = 1) -> Metrics:
+    """All metrics of a placement under a cost model whose `num_heads` is the placement's.
+
+    Where ranks pad their tokens to a multiple of `token_grid`, times count padding, the ideal and the bound do not.
+    """
     bound = lower_bound(placement.sequences, cluster, cost)
     traffic = attention_traffic(placement)
-    prediction = predict(placement, cluster, cost, traffic)
+    prediction = predict(placement, cluster, cost, traffic, token_grid=token_grid)
     makespan = int(prediction.compute.max())
     all_rows = 4 * placement.num_heads * placement.sequences.num_tokens
     crosses = traffic.source != traffic.target
@@ -84,6 +89,7 @@ def measure(placement: Placement, cluster: Cluster, cost: CostModel) -> Metrics:
         lower_bound=bound / TICKS_PER_SECOND,
         step_over_ideal=prediction.step_over_ideal,
         step_over_ideal_overlap=prediction.step_over_ideal_overlap,
+        padding_tokens=int(padding_tokens(placement, token_grid).sum()),
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any, Self
 import numpy as np
 
 from knapformer.errors import PlanError, PlanInvariantError
-from knapformer.plan.arrays import Int64Array, column, exclusive_cumsum
-from knapformer.plan.sequences import Sequences
+from knapformer.plan.arrays import Int64Array, column, starts_within
+from knapformer.plan.sequences import COLUMNS, Sequences
 
 SCHEMA = 1
 
@@ -226,11 +226,8 @@ class Placement:
     def packed_start(self) -> Int64Array:
         """(N,) packed position of the first token of each token shard on its rank."""
         order, shards = self.packed_order(), self.token_shards
-        start = exclusive_cumsum(shards.count[order])
-        rank = shards.rank[order]
-        start -= start[np.searchsorted(rank, rank)] if len(rank) else 0
-        position = np.empty_like(start)
-        position[order] = start
+        position = np.empty_like(order)
+        position[order] = starts_within(shards.rank[order], shards.count[order])
         return position
 
     def tokens(self) -> Int64Array:
@@ -253,7 +250,8 @@ class Placement:
         state = hashlib.blake2b(digest_size=8)
         state.update(np.array([SCHEMA, self.world_size, self.num_heads], dtype="<i8").tobytes())
         s, t, a = self.sequences, self.token_shards, self.attention_shards
-        for values in (s.length, s.home, s.text_length, *_columns(t), *_columns(a)):
+        context = (s.context_length,) if s.context_length.any() else ()  # plans without keep their digests
+        for values in (s.length, s.home, s.text_length, *_columns(t), *_columns(a), *context):
             state.update(np.array([len(values)], dtype="<i8").tobytes())
             state.update(values.astype("<i8", copy=False).tobytes())
         return int.from_bytes(state.digest(), "little", signed=True)
@@ -268,7 +266,7 @@ class Placement:
             "skip_reason": self.skip_reason,
             "world_size": self.world_size,
             "num_heads": self.num_heads,
-            "sequences": {"length": s.length.tolist(), "home": s.home.tolist(), "text_length": s.text_length.tolist()},
+            "sequences": {name: getattr(s, name).tolist() for name in COLUMNS},
             "token_shards": np.stack(_columns(self.token_shards), axis=1).tolist(),
             "attention_shards": np.stack(_columns(self.attention_shards), axis=1).tolist(),
         }
@@ -282,7 +280,8 @@ class Placement:
                 "write it again with this version's Placement.to_json"
             )
         try:
-            sequences = Sequences(**{n: column(data["sequences"][n], n) for n in ("length", "home", "text_length")})
+            s = {"context_length": None, **data["sequences"]}  # which older files do not have
+            sequences = Sequences(**{name: s[name] for name in COLUMNS})
             tables = [
                 Shards(*(column([row[i] for row in data[name]], name) for i in range(4)))
                 for name in ("token_shards", "attention_shards")

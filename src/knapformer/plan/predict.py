@@ -95,8 +95,18 @@ class Prediction:
         return self.step_overlap / self.ideal if self.ideal else 1.0
 
 
-def predict(placement: Placement, cluster: Cluster, cost: CostModel, traffic: Traffic | None = None) -> Prediction:
-    """Predict the step of a placement. A caller that has `attention_traffic(placement)` already may pass it."""
+def predict(
+    placement: Placement,
+    cluster: Cluster,
+    cost: CostModel,
+    traffic: Traffic | None = None,
+    *,
+    token_grid: int = 1,
+) -> Prediction:
+    """Predict the step of a placement. A caller that has `attention_traffic(placement)` already may pass it.
+
+    Where ranks pad their tokens to a multiple of `token_grid`, padding is computed, but is no part of the ideal.
+    """
     traffic = attention_traffic(placement) if traffic is None else traffic
     shards, world_size = placement.attention_shards, placement.world_size
     here = np.flatnonzero(placement.split[shards.seq])
@@ -106,6 +116,8 @@ def predict(placement: Placement, cluster: Cluster, cost: CostModel, traffic: Tr
     heads = per_rank(rank, (shards.stop[here] - 1) // length - shards.start[here] // length + 1, world_size)
     work = cost.load(placement.tokens(), placement.area(), placement.num_shards())
     total = exact_sum(work)
+    padding = padding_tokens(placement, token_grid)
+    work = work + cost.load(padding, padding * padding * placement.num_heads)
     source, target, qkv, out = _priced(traffic, cluster, cost)
     incoming = np.maximum(per_rank(source, qkv, world_size), per_rank(target, qkv, world_size))
     outgoing = np.maximum(per_rank(target, out, world_size), per_rank(source, out, world_size))
@@ -117,6 +129,11 @@ def predict(placement: Placement, cluster: Cluster, cost: CostModel, traffic: Tr
         np.clip(heads, 1, HEAD_GROUPS),
     )
     return Prediction(cluster.time(work), both, np.minimum(exposed, both), total, cluster.mean_time(total))
+
+
+def padding_tokens(placement: Placement, token_grid: int) -> Int64Array:
+    """(world_size,) rows of padding of each rank, whose tokens are padded to a multiple of `token_grid`."""
+    return -placement.tokens() % token_grid
 
 
 def exposed_traffic(traffic: Int64Array, whole: Int64Array, split: Int64Array, groups: Int64Array) -> Int64Array:

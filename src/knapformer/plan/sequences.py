@@ -10,10 +10,13 @@ from typing import Self
 import numpy as np
 
 from knapformer.errors import PlanError
-from knapformer.plan.arrays import Int64Array, column, exclusive_cumsum
+from knapformer.plan.arrays import Int64Array, column, starts_within
 
 MAX_LENGTH = 2**31 - 1
 """Longest sequence accepted [tokens]; attention offsets on devices are 32-bit."""
+
+COLUMNS = ("length", "home", "text_length", "context_length")
+"""What sequences are made of; the rest is derived."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,31 +27,38 @@ class Sequences:
         length: (S,) tokens of each sequence, text included where text is part of the sequence [tokens].
         home: (S,) rank whose data loader produced it; never decreasing.
         text_length: (S,) leading tokens of the sequence that are text [tokens]; zeros where text is not part of it.
+        context_length: (S,) rows beside the sequence that its tokens cross-attend to, such as text; default none.
         home_start: (S,) first token of the sequence among its home rank's packed tokens (derived).
     """
 
     length: Int64Array
     home: Int64Array
     text_length: Int64Array
+    context_length: Int64Array = None  # type: ignore[assignment]  # zeros from here on
     home_start: Int64Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("length", "home", "text_length"):
+        if self.context_length is None:
+            object.__setattr__(self, "context_length", np.zeros(len(self.length), dtype=np.int64))
+        for name in COLUMNS:
             object.__setattr__(self, name, column(getattr(self, name), name))
         if not len(self.length) == len(self.home) == len(self.text_length):
             raise PlanError(
                 f"length, home and text_length must be equally long, got {len(self.length)}, {len(self.home)} "
                 f"and {len(self.text_length)}"
             )
+        if len(self.context_length) != len(self.length):
+            raise PlanError(
+                f"context_length must be as long as length, got {len(self.context_length)} and {len(self.length)}"
+            )
         self._check("length", (self.length < 1) | (self.length > MAX_LENGTH), f"from 1 to {MAX_LENGTH} tokens")
         self._check("text_length", (self.text_length < 0) | (self.text_length > self.length), "from 0 to its length")
+        bad = (self.context_length < 0) | (self.context_length > MAX_LENGTH)
+        self._check("context_length", bad, f"from 0 to {MAX_LENGTH} rows")
         self._check("home", self.home < 0, "a rank of 0 or more")
         if np.any(np.diff(self.home) < 0):
             raise PlanError("sequences must be ordered by home rank; sort them by (home, position) first")
-        start = exclusive_cumsum(self.length)
-        first = np.searchsorted(self.home, self.home)  # first sequence of the same home
-        home_start = start - start[first] if len(start) else start
-        object.__setattr__(self, "home_start", column(home_start, "home_start"))
+        object.__setattr__(self, "home_start", column(starts_within(self.home, self.length), "home_start"))
 
     def _check(self, name: str, bad: np.ndarray, allowed: str) -> None:
         if bad.any():
@@ -63,14 +73,18 @@ class Sequences:
         cls,
         seq_lens: Sequence[Sequence[int] | Int64Array],
         text_lens: Sequence[Sequence[int] | Int64Array] | None = None,
+        context_lens: Sequence[Sequence[int] | Int64Array] | None = None,
     ) -> Self:
-        """Build from one list of lengths per rank (and, for joint sequences, one list of text lengths per rank)."""
+        """Build from one list of lengths per rank (and, if given, one list of text or context lengths per rank)."""
         counts = [len(lens) for lens in seq_lens]
-        if text_lens is not None and [len(lens) for lens in text_lens] != counts:
-            raise PlanError(f"text_lens must match seq_lens rank by rank; seq_lens has {counts} sequences per rank")
+        for name, given in (("text_lens", text_lens), ("context_lens", context_lens)):
+            if given is not None and [len(lens) for lens in given] != counts:
+                raise PlanError(f"{name} must match seq_lens rank by rank; seq_lens has {counts} sequences per rank")
         length = column(_flat(seq_lens), "length")
+        home = column(np.repeat(np.arange(len(counts)), counts), "home")
         text = np.zeros_like(length) if text_lens is None else column(_flat(text_lens), "text_length")
-        return cls(length, column(np.repeat(np.arange(len(counts)), counts), "home"), text)
+        context = np.zeros_like(length) if context_lens is None else column(_flat(context_lens), "context_length")
+        return cls(length, home, text, context)
 
     def __len__(self) -> int:
         return len(self.length)
@@ -78,10 +92,10 @@ class Sequences:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequences):
             return NotImplemented
-        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("length", "home", "text_length"))
+        return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in COLUMNS)
 
     def __hash__(self) -> int:
-        return hash((self.length.tobytes(), self.home.tobytes(), self.text_length.tobytes()))
+        return hash(tuple(getattr(self, n).tobytes() for n in COLUMNS))
 
     @property
     def num_tokens(self) -> int:

@@ -16,7 +16,8 @@ import msgspec
 
 from knapformer.data import LoaderGroup, MediaOptions
 from knapformer.errors import SpecError
-from knapformer.models import MMDiTConfig
+from knapformer.models import CrossDiTConfig, MMDiTConfig
+from knapformer.plan import shipped_profiles
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,12 +49,16 @@ class DataConfig(_Section, frozen=True):
 
 
 class ModelConfig(_Section, frozen=True):
-    """Shape of the MMDiT."""
+    """Kind and shape of the model."""
 
+    kind: Literal["mmdit", "cross"] = "mmdit"
+    """MMDiT: text is part of the sequences. Cross: a `CrossDiT`, whose visual tokens cross-attend to text."""
     width: int = 256
     num_heads: int = 4
     num_double: int = 2
     num_single: int = 4
+    depth: int = 6
+    """Blocks of a `CrossDiT`; an MMDiT has `num_double` and `num_single`."""
     mlp_ratio: float = 4.0
     axes_dims: tuple[int, int, int] = (16, 24, 24)
     text_channels: int = 64
@@ -68,9 +73,15 @@ class BalancerConfig(_Section, frozen=True):
     topology: str | None = None
     """Bag spec, for planner "bags"."""
     gamma: float = 1.0
+    profile: str | None = None
+    """Measured prices, instead of `gamma`: a file, relative to the configuration file, or a shipped profile's name."""
+    recalibrate: int = 0
+    """Steps between estimates of the ranks' speeds, which the planner then takes into account; 0: never."""
     ranks_per_node: int | None = None
     max_tokens_per_rank: int | None = None
     kernel: str | None = None
+    token_grid: int = 1
+    """Ranks pad their tokens to a multiple of it."""
 
 
 class OptimConfig(_Section, frozen=True):
@@ -88,7 +99,10 @@ class RunConfig(_Section, frozen=True):
     steps: int = 20
     seed: int = 0
     loss: Literal["token", "sample"] = "token"
-    checkpointing: bool = False
+    checkpointing: bool | Literal["keep-attention"] = False
+    """Recompute blocks in backward; "keep-attention" keeps attention, with its exchanges, from being run again."""
+    compile: bool | str = False
+    """Whether blocks are compiled, or the backend of torch.compile to do it with."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     replicas: int = 1
     """Sharding groups side by side (HSDP)."""
@@ -117,20 +131,22 @@ class TrainConfig(_Section, frozen=True):
     def loader_groups(self) -> tuple[LoaderGroup, ...]:
         return tuple(LoaderGroup(g.source, num_loaders=g.num_loaders, batch=g.batch) for g in self.data.loaders)
 
-    def mmdit(self) -> MMDiTConfig:
+    def shape(self) -> MMDiTConfig | CrossDiTConfig:
+        """Of the model. Raises `SpecError` if it makes no sense."""
         m = self.model
-        return MMDiTConfig(
-            in_channels=3 * self.data.patch**2,
-            text_channels=m.text_channels,
-            pooled_channels=m.pooled_channels,
-            width=m.width,
-            num_heads=m.num_heads,
-            num_double=m.num_double,
-            num_single=m.num_single,
-            mlp_ratio=m.mlp_ratio,
-            axes_dims=m.axes_dims,
-            zero_init=m.zero_init,
-        )
+        shared: dict[str, Any] = {
+            "in_channels": 3 * self.data.patch**2,
+            "text_channels": m.text_channels,
+            "pooled_channels": m.pooled_channels,
+            "width": m.width,
+            "num_heads": m.num_heads,
+            "mlp_ratio": m.mlp_ratio,
+            "axes_dims": m.axes_dims,
+            "zero_init": m.zero_init,
+        }
+        if m.kind == "cross":
+            return CrossDiTConfig(depth=m.depth, **shared)
+        return MMDiTConfig(num_double=m.num_double, num_single=m.num_single, **shared)
 
     def to_json(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)
@@ -151,5 +167,8 @@ def read_config(path: str | os.PathLike[str]) -> TrainConfig:
         raise SpecError(f"{path}: {error}") from error
     if not config.data.manifest or not config.data.loaders:
         raise SpecError(f"{path}: [data] needs 'manifest' (a folder or JSONL file) and at least one [[data.loaders]]")
-    manifest = str(path.parent / config.data.manifest)
-    return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, manifest=manifest))
+    data = msgspec.structs.replace(config.data, manifest=str(path.parent / config.data.manifest))
+    balancer = config.balancer
+    if balancer.profile is not None and balancer.profile not in shipped_profiles():
+        balancer = msgspec.structs.replace(balancer, profile=str(path.parent / balancer.profile))
+    return msgspec.structs.replace(config, data=data, balancer=balancer)

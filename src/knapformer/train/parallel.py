@@ -6,6 +6,7 @@ are averaged over ranks as FSDP does, and the loss is scaled by the number of ra
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,10 +18,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from knapformer.attention import keep_attention
 from knapformer.errors import SpecError
-from knapformer.models import PackedModel
+from knapformer.models import PackedModel, compile_blocks
 
 Precision = Literal["auto", "float32", "bfloat16"]
+Checkpointing = bool | Literal["keep-attention"]
 
 
 def make_mesh(device_type: str, replicas: int = 1) -> DeviceMesh:
@@ -38,7 +41,8 @@ def shard_model(
     mesh: DeviceMesh,
     *,
     seed: int = 0,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing = False,
+    compile: bool | str = False,
     precision: Precision = "auto",
     dtype: torch.dtype = torch.float32,
 ) -> PackedModel:
@@ -48,17 +52,23 @@ def shard_model(
         build: makes the model.
         mesh: from `make_mesh`.
         seed: of the weights.
-        checkpointing: recompute each block's activations in backward.
+        checkpointing: recompute each block's activations in backward, all, or all but attention (`keep_attention`).
+        compile: whether blocks are compiled (`compile_blocks`), or the backend to do it with.
         precision: of the computation; "auto" is bf16 on CUDA and fp32 elsewhere. Gradients are reduced in fp32.
         dtype: of the parameters.
     """
     with torch.device("meta"):
         model = build().to(dtype)
+    if compile:
+        compile_blocks(model, backend="inductor" if compile is True else compile)
     blocks = model.blocks()
     if checkpointing:
         ids = {id(block) for block in blocks}
+        kept = {"context_fn": keep_attention} if checkpointing == "keep-attention" else {}
         apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in ids
+            model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, **kept),
+            check_fn=lambda module: id(module) in ids,
         )
     half = precision == "bfloat16" or (precision == "auto" and mesh.device_type == "cuda")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from knapformer.attention import Layout
 from knapformer.balancer import RoutingStep
 from knapformer.errors import SpecError
+from knapformer.models import CrossDiT
 from knapformer.plan import Sequences
 from knapformer.train.batch import HomeBatch
 
@@ -29,22 +30,23 @@ def flow_loss(
     """This rank's part of the batch's loss: a sum with global weights. Collective.
 
     Args:
-        model: an `MMDiT`.
+        model: an `MMDiT`, or a `CrossDiT` for batches whose text is context.
         step: planned for the batch.
         batch: what this rank loaded.
         text_table: (vocabulary, text channels) features of the text tokens.
         mode: how tokens are weighted.
     """
-    _, noisy, features = step.route(batch.noisy, [batch.target, batch.ids, batch.text])
-    target, ids, text = features or []
-    timestep, pooled = step.deliver(batch.timestep, batch.pooled)
-    layout = step.layout
+    layout, cross = step.layout, isinstance(model, CrossDiT)
+    _, noisy, features = step.route(batch.noisy, [batch.target] if cross else [batch.target, batch.text])
+    target, *text = features or []
+    timestep, pooled, grids = step.deliver(batch.timestep, batch.pooled, batch.grids)
+    (text,) = step.deliver_context(batch.text) if cross else (text[0].index_select(0, layout.text_index),)
     velocity = model(
         noisy.index_select(0, layout.image_index),
-        text_table.index_select(0, text.index_select(0, layout.text_index).long()),
+        text_table.index_select(0, text),
         timestep,
         pooled,
-        ids,
+        layout.positions(grids),
         layout,
     )
     error = (velocity - target.index_select(0, layout.image_index).to(velocity.dtype)).square().mean(dim=1)
@@ -66,7 +68,8 @@ def _token_weights(step: RoutingStep, layout: Layout, mode: LossMode) -> Tensor:
     local = torch.from_numpy(per_sequence[np.asarray(layout.sequence_ids, dtype=np.int64)]).to(
         layout.image_index.device
     )
-    return local.index_select(0, layout.sequence_index.index_select(0, layout.image_index))
+    weight = local.index_select(0, layout.sequence_index.index_select(0, layout.image_index))
+    return weight * layout.token_mask.index_select(0, layout.image_index) if layout.padding else weight
 
 
 def _global_counts(sequences: Sequences, step: RoutingStep) -> tuple[int, int]:

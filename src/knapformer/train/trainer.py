@@ -6,6 +6,7 @@ One step takes the same global batch and gives the same loss and gradients on an
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ from knapformer.comm import RankGroup, gather_integers
 from knapformer.data import GroupSampler, Manifest
 from knapformer.data.media import load_item
 from knapformer.data.text import VOCAB_SIZE
-from knapformer.models import MMDiT, PackedModel
+from knapformer.errors import KnapFormerWarning
+from knapformer.models import CrossDiT, CrossDiTConfig, MMDiT, PackedModel
 from knapformer.plan import Cluster, CostModel, Limits
 from knapformer.train.batch import HomeBatch, collate
 from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from knapformer.train.config import TrainConfig
+from knapformer.train.meters import StepMeter
 from knapformer.train.parallel import make_mesh, shard_model
 from knapformer.train.step import flow_loss
 
@@ -79,12 +82,13 @@ class Trainer:
     def __init__(self, config: TrainConfig, manifest: Manifest, device: torch.device) -> None:
         self.config, self.manifest, self.device = config, manifest, device
         self.sampler = GroupSampler(config.loader_groups(), manifest.ids_by_source(), seed=config.train.seed)
-        shape = config.mmdit()
+        shape = config.shape()
         self.model: PackedModel = shard_model(
-            lambda: MMDiT(shape),
+            lambda: CrossDiT(shape) if isinstance(shape, CrossDiTConfig) else MMDiT(shape),
             make_mesh(device.type, config.train.replicas),
             seed=config.train.seed,
             checkpointing=config.train.checkpointing,
+            compile=config.train.compile,
             precision=config.train.precision,
         )
         optim = config.optim
@@ -95,6 +99,11 @@ class Trainer:
         generator = torch.Generator().manual_seed(config.train.seed)
         self.text_table = torch.randn(VOCAB_SIZE, config.model.text_channels, generator=generator).to(device)
         self._world = RankGroup.of()
+        self._meter = StepMeter(self._world.size)
+        if config.balancer.recalibrate and device.type != "cpu":
+            warnings.warn(
+                "recalibrate is ignored: busy time of a rank is measured on CPU only", KnapFormerWarning, stacklevel=2
+            )
 
     def load(self, step: int) -> HomeBatch:
         """What this rank loads for a step, collated and on the CPU."""
@@ -103,24 +112,35 @@ class Trainer:
             [load_item(self.manifest[sample], self.config.media_options()) for sample in ids],
             step=step,
             seed=self.config.train.seed,
-            channels=self.config.mmdit().in_channels,
+            channels=self.config.shape().in_channels,
             pooled_channels=self.config.model.pooled_channels,
             max_text=self.config.data.max_text,
+            joint=self.config.model.kind != "cross",
         )
 
     def step(self, batch: HomeBatch) -> StepReport:
         """Plan a batch and train on it. Collective."""
-        return self._run(lambda: (batch, self.balancer.plan_routing(batch.seq_lens, text_lens=batch.text_lens)))
+        lens = {"text_lens": batch.text_lens, "context_lens": batch.context_lens}
+        return self._run(lambda: (batch, self.balancer.plan_routing(batch.seq_lens, None, **lens)))
 
     def fit(self) -> Iterator[tuple[int, StepReport]]:
         """Train to the configured number of steps, resuming and saving as configured; yields each step's report."""
         run = self.config.train
         if run.checkpoints and (found := latest_checkpoint(run.checkpoints)):
             self.restore(found)
+        every = self.config.balancer.recalibrate or run.steps
+        while self.sampler.step < run.steps:
+            yield from self._fit_until(min(run.steps, self.sampler.step + every))
+            if self.config.balancer.recalibrate:
+                self.recalibrate()
+
+    def _fit_until(self, stop: int) -> Iterator[tuple[int, StepReport]]:
+        """Train to step `stop`, saving as configured."""
+        run = self.config.train
         # The sampler's position is what is saved, so it counts steps taken, not batches loaded ahead.
-        loader = map(self.load, range(self.sampler.step, run.steps))
+        loader = map(self.load, range(self.sampler.step, stop))
         with self.balancer.prefetch(loader) as planned:
-            while self.sampler.step < run.steps:
+            while self.sampler.step < stop:
                 report = self._run(lambda: next(planned))
                 step = self.sampler.advance()
                 if run.checkpoints and (
@@ -147,10 +167,10 @@ class Trainer:
         elapsed, busy = time.perf_counter() - start, time.thread_time() - busy_start
         total = loss.detach().double()
         dist.all_reduce(total)
-        mine = np.array(
-            [elapsed * 1e9, busy * 1e9, step.plan_seconds * 1e9, step.wait_seconds * 1e9, sum(batch.seq_lens)]
-        )
-        measured = gather_integers(self._world, mine.astype(np.int64))
+        rank, times = step.group.rank, np.array([elapsed, busy, step.plan_seconds, step.wait_seconds])
+        held = [sum(batch.seq_lens), int(step.placement.tokens()[rank]), int(step.placement.area()[rank])]
+        measured = gather_integers(self._world, np.append((times * 1e9).astype(np.int64), held))
+        self._meter.add(tokens=measured[:, 5], area=measured[:, 6], busy=measured[:, 1])
         seconds, metrics = measured[:, :4] / 1e9, step.metrics
         return StepReport(
             loss=float(total),
@@ -163,6 +183,19 @@ class Trainer:
             plan_seconds=float(seconds[:, 2].max()),
             wait_seconds=float(seconds[:, 3].max()),
         )
+
+    def recalibrate(self) -> None:
+        """Plan for the ranks' speeds as measured in the last steps; warn of a straggler and of prices that drifted.
+
+        Collective; not while a batch is planned ahead.
+        """
+        found = self._meter.estimate(self.balancer.cost())
+        mine = found.speeds if found else [0] * self._world.size
+        speeds = gather_integers(self._world, np.array(mine, dtype=np.int64))[0]  # of one rank: CPUs round differently
+        if speeds.all():
+            self.balancer.set_speeds(speeds.tolist())
+        if found:
+            self._meter.warn(found)
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint. Collective."""
@@ -179,8 +212,8 @@ class Trainer:
 
 def make_balancer(config: TrainConfig, device: torch.device) -> SequenceBalancer:
     """The balancer a configuration describes. Collective."""
-    balancer, shape = config.balancer, config.mmdit().cost_shape()
-    cost = CostModel.from_shapes(
+    balancer, shape = config.balancer, config.shape().cost_shape()
+    cost: CostModel | str = balancer.profile or CostModel.from_shapes(
         shape.d_model,
         shape.num_heads,
         linear_coeff=shape.linear_coeff,
@@ -194,5 +227,6 @@ def make_balancer(config: TrainConfig, device: torch.device) -> SequenceBalancer
         cluster=Cluster(dist.get_world_size(), balancer.ranks_per_node),
         limits=Limits(balancer.max_tokens_per_rank),
         kernel=balancer.kernel,
+        token_grid=balancer.token_grid,
         device=device,
     )

@@ -67,12 +67,13 @@ class Layout(NamedTuple):
         """Lay tokens and rows of the split pieces, separately, into what the ranks have free."""
         split, order = self.split, self.order
         both = fill(batch.amount[:, split].ravel(), self.free[:, order].ravel())
+        unit = batch.unit[:, split].ravel()[both.item]
+        most = np.concatenate((batch.pieces.num_tokens[split], batch.pieces.num_rows[split]))[both.item]
+        start = np.minimum(both.start // unit, most)
+        num = np.minimum((both.start + both.num) // unit, most) - start
         at = int(both.item.searchsorted(len(split)))
-        tokens = Segments(split[both.item[:at]], order[both.bin[:at]], both.start[:at], both.num[:at])
-        item, start = split[both.item[at:] - len(split)], both.start[at:]
-        length = batch.length[item]
-        row = start // length
-        rows = Segments(item, order[both.bin[at:] - len(order)], row, (start + both.num[at:]) // length - row)
+        tokens = Segments(split[both.item[:at]], order[both.bin[:at]], start[:at], num[:at])
+        rows = Segments(split[both.item[at:] - len(split)], order[both.bin[at:] - len(order)], start[at:], num[at:])
         if self.thin is not None:
             tokens, rows = concatenate(tokens, self.thin[0]), concatenate(rows, self.thin[1])
         return Shares(self.whole, tokens, rows)
@@ -114,12 +115,16 @@ class Batch(NamedTuple):
     Attributes:
         pieces: its `node` counts the nodes of the batch.
         length: (P,) tokens of each piece's sequence.
-        amount: (2, P) tokens and area of each piece.
+        amount: (2, P) tokens and area of each piece; or its work twice, where only time counts and tokens and rows are
+            cut alike.
         line: ranks of the batch.
         need: (2, P) tokens and area of each piece in units of the node's mean rank.
         room: (2, W) budgets in these units.
+        unit: (2, P) what a token and what a row of each piece count in `amount`.
+        home: (P,) home rank of each piece, counted from the first of its node; -1 where that is in another node.
         piece, rank: (P,), (W,) which piece and rank of the cluster each is.
         node: node of each piece of the cluster.
+        is_work: whether amounts are work [tick].
     """
 
     pieces: Pieces
@@ -128,34 +133,42 @@ class Batch(NamedTuple):
     line: Line
     need: Int64Array
     room: Int64Array
+    unit: Int64Array
+    home: Int64Array
     piece: Int64Array
     rank: Int64Array
     node: Int64Array
+    is_work: bool
 
     @classmethod
-    def of(cls, pieces: Pieces, length: Int64Array, amount: Int64Array, line: Line) -> Self:
-        """Every node of the cluster once."""
+    def of(
+        cls, pieces: Pieces, length: Int64Array, amount: Int64Array, home: Int64Array, line: Line, *, is_work: bool
+    ) -> Self:
+        """Every node of the cluster once; `home` (P,) is the home rank of each piece's sequence."""
         budget = line.budget
+        unit = np.maximum(amount // np.maximum((pieces.num_tokens, pieces.num_rows), 1), 1)
         mean = np.add.reduceat(budget, line.first[:-1], axis=1) // line.sizes
-        most = max(int(amount[1].max(initial=1)), int(budget[1].max(initial=1)))
-        shift = np.array([[0], [max(0, most.bit_length() - 42)]])  # so that the products below fit 64 bits
+        largest = np.maximum(amount.max(axis=1, initial=1), budget.max(axis=1)).tolist()
+        shift = np.array([[max(0, x.bit_length() - 42)] for x in largest])  # so that the products below fit 64 bits
         mean = np.maximum(mean >> shift, 1)
         need = (amount >> shift) * UNIT // mean[:, pieces.node]
         room = (budget >> shift) * UNIT // mean[:, line.node]
+        home = np.where(line.node[home] == pieces.node, home - line.first[pieces.node], -1)
         all_pieces, all_ranks = np.arange(len(length)), np.arange(len(line.node))
-        return cls(pieces, length, amount, line, need, room, all_pieces, all_ranks, pieces.node)
+        return cls(pieces, length, amount, line, need, room, unit, home, all_pieces, all_ranks, pieces.node, is_work)
 
     def repeated(self, nodes: Int64Array) -> "Batch":
         """`nodes` of this batch of the whole cluster, in any order, any number of times."""
         line = self.line
         piece, entry = _ranges(self.pieces.node.searchsorted(np.arange(len(line.first))), nodes)
         rank, rank_entry = _ranges(line.first, nodes)
-        table = np.concatenate((self.pieces, [self.length], self.amount, self.need))[:, piece]
+        table = np.concatenate((self.pieces, [self.length, self.home], self.amount, self.need, self.unit))[:, piece]
         table[1] = entry
         ranks = np.concatenate((line.budget, self.room))[:, rank]
         first = np.concatenate(([0], line.sizes[nodes].cumsum()))
         line = Line(rank_entry, first, ranks[:2])
-        return Batch(Pieces(*table[:7]), table[7], table[8:10], line, table[10:], ranks[2:], piece, rank, self.node)
+        pieces, (length, home), (amount, need, unit) = Pieces(*table[:7]), table[7:9], np.split(table[9:], 3)
+        return Batch(pieces, length, amount, line, need, ranks[2:], unit, home, piece, rank, self.node, self.is_work)
 
     def nothing(self) -> Layout:
         """Nothing laid out."""

@@ -16,7 +16,7 @@ from knapformer.plan.arrays import Int64Array
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
 from knapformer.plan.planners.balanced.batch import Batch, Layout, Shares
-from knapformer.plan.planners.balanced.fill import UNIT, raised_level
+from knapformer.plan.planners.balanced.fill import UNIT, opens, raised_level
 from knapformer.plan.planners.balanced.ranks import RankSharing, Variants
 from knapformer.plan.predict import Traffic, traffic_time
 
@@ -31,23 +31,29 @@ VARIANTS = (
     (64, True, 0, 1),
     (10, True, 12, 0),
     (64, False, 5, 1),
+    (0, True, 3, 1),
+    (32, False, 21, 0),
+    (10, False, 17, 0),
 )
 """Blend, snap, seed and avoid of each variant (`ranks.Variants`), in order of usefulness."""
 
 MOST_RANKS = 4096
 """Ranks, each counted once for every variant, that are evaluated at most when all nodes are tried."""
 
-VARIED = 5
-"""Most variants that are tried for every node."""
+VARIED, TRIED = 5, 20
+"""Most variants that are tried for every node; more of them if that makes no more than `TRIED` in all."""
 
-MANY, PART, MORE = 16, 16, 4
+MANY, PART, MORE = 16, 16, 8
 """From `MANY` nodes on, the worst 1 in `PART` are tried with `MORE` variants more: the step waits for the worst."""
 
-REFINED, ROUNDS = (64, 2048), 2
-"""Least and most ranks of the worlds in which loads are changed in several rounds, each for the traffic of the last."""
+ROUNDS = 2
+"""Rounds in which loads are changed, each for the traffic of the last, where a node keeps the best of them."""
 
 GAIN = UNIT * 90 // 100_000
 """Most that a rank's budgets rise above the mean, so that tokens and area stay level to 1 per mille."""
+
+GAIN_STEP = UNIT * 3 // 100
+"""The same where only the step counts."""
 
 
 def share_best(
@@ -58,9 +64,9 @@ def share_best(
     `independent` says that every node's budgets are those of its own pieces, so that each may have another variant.
     """
     num_nodes, world_size, line = cluster.num_nodes, cluster.world_size, batch.line
-    load = cluster.time(cost.load(*line.budget))
-    limit = (load >> 20) * GAIN if refine else np.zeros_like(load)
-    num = max(1, min(VARIED, MOST_RANKS // world_size))
+    load = cluster.time(line.budget[0] if batch.is_work else cost.load(*line.budget))
+    limit = (load >> 20) * (GAIN_STEP if batch.is_work else GAIN) if refine else np.zeros_like(load)
+    num = max(1, min(max(VARIED, TRIED // num_nodes), MOST_RANKS // world_size, len(VARIANTS)))
     nodes = np.arange(num_nodes)
     tries = _Tries(batch, cluster, cost, load, limit)
     tried = tries.run(np.concatenate((nodes,) * num), VARIANTS[:num])
@@ -68,23 +74,27 @@ def share_best(
     if not independent:
         level = level.max(axis=1, keepdims=True).repeat(num_nodes, axis=1)
     best = level.argmin(axis=0)
-    level = level[best, nodes]
     layout, traffic = tried.taken(batch.nothing(), np.zeros(world_size, dtype=np.int64), best * num_nodes + nodes)
-    if num_nodes >= MANY and independent and not batch.pieces.senders.any():
-        worst = (-level).argsort(kind="stable")[: num_nodes // PART]
-        tried = tries.run(np.concatenate((worst,) * MORE), VARIANTS[num : num + MORE])
-        levels = tried.level.reshape(MORE, len(worst))
-        best = levels.argmin(axis=0)
-        better = (levels.min(axis=0) < level[worst]).nonzero()[0]
-        layout, traffic = tried.taken(layout, traffic, best[better] * len(worst) + better)
     longest = int(traffic.max())
-    if refine and longest:
-        layout = tries.refined(layout, traffic)
+    if not (refine and longest):
+        return layout.shares(batch), longest
+    if batch.is_work:
+        return tries.refined(batch, layout, traffic, ROUNDS)[0].shares(batch), longest
+    if num_nodes < MANY or not independent or batch.pieces.senders.any():
+        return layout.changed(line, tries.change(batch, traffic)).shares(batch), longest
+    layout, level = tries.refined(batch, layout, traffic, 1)
+    worst = (-level).argsort(kind="stable")[: num_nodes // PART]
+    tried = tries.run(np.concatenate((worst,) * MORE), VARIANTS[num : num + MORE])
+    refined, levels = tries.refined(tried.batch, tried.layout, tried.traffic, ROUNDS)
+    levels = levels.reshape(MORE, len(worst))
+    best = levels.argmin(axis=0)
+    better = (levels.min(axis=0) < level[worst]).nonzero()[0]
+    layout = layout.updated(tried.batch, refined, best[better] * len(worst) + better)
     return layout.shares(batch), longest
 
 
 class _Tried(NamedTuple):
-    """Nodes shared in some ways: the level each reaches after refinement, and traffic of all their ranks [tick]."""
+    """Nodes shared in some ways: the level each should reach by refinement, and traffic of all their ranks [tick]."""
 
     batch: Batch
     layout: Layout
@@ -128,44 +138,44 @@ class _Tries(NamedTuple):
             level = np.maximum.reduceat(time, batch.line.first[:-1])
         return _Tried(batch, layout, level, traffic)
 
-    def refined(self, layout: Layout, traffic: Int64Array) -> Layout:
-        """With less load on ranks that have most traffic; where there are several rounds, each node's best one."""
-        batch, line, load = self.batch, self.batch.line, self.load
-        change = self._change(traffic)
-        if not REFINED[0] <= len(load) <= REFINED[1]:
-            return layout.changed(line, change)
+    def change(self, batch: Batch, traffic: Int64Array) -> Int64Array:
+        """(W,) what levels load and `traffic` inside nodes, in parts of `UNIT` of the load."""
+        line, load, limit = batch.line, self.load[batch.rank], self.limit[batch.rank]
+        goal = raised_level(load + traffic, limit, line.first).repeat(line.sizes)
+        return np.minimum(goal - load - traffic, limit) // np.maximum(load >> 20, 1)
+
+    def refined(self, batch: Batch, layout: Layout, traffic: Int64Array, rounds: int) -> tuple[Layout, Int64Array]:
+        """Each node of a batch without cut pieces with the best changes of its loads, if any, and its level [tick]."""
+        line, load = batch.line, self.load[batch.rank]
         unit, first = np.maximum(load >> 20, 1), line.first[:-1]
         best_change, best = np.zeros_like(load), np.maximum.reduceat(load + traffic, first)
-        for _ in range(ROUNDS):
-            shares = layout.changed(line, change).shares(batch)
-            traffic = _traffic(shares, batch, np.zeros_like(first), self.cluster, self.cost)
+        for _ in range(rounds):
+            change = self.change(batch, traffic)
+            traffic = _traffic(layout.changed(line, change).shares(batch), batch, first, self.cluster, self.cost)
             time = np.maximum.reduceat(load + change * unit + traffic, first)
             best_change = np.where((time < best)[line.node], change, best_change)
             best = np.minimum(best, time)
-            change = self._change(traffic)
-        return layout.changed(line, best_change)
-
-    def _change(self, traffic: Int64Array) -> Int64Array:
-        """(W,) what levels load and traffic inside nodes, in parts of `UNIT` of the load."""
-        line, load = self.batch.line, self.load
-        goal = raised_level(load + traffic, self.limit, line.first).repeat(line.sizes)
-        return np.minimum(goal - load - traffic, self.limit) // np.maximum(load >> 20, 1)
+        return layout.changed(line, best_change), best
 
 
 def _traffic(shares: Shares, batch: Batch, copy: Int64Array, cluster: Cluster, cost: CostModel) -> Int64Array:
     """(W,) traffic time of each rank of a batch; `copy` says which nodes are of one copy of the cluster [tick]."""
     pieces, (_, tokens, rows) = batch.pieces, shares
-    token_key, row_key = tokens.item, rows.item
     cuts = bool(pieces.senders.any())
     if cuts:  # parts of one sequence in different nodes
         keys = pieces.seq + copy[pieces.node] * (1 << 40)
-        token_key, row_key = keys[token_key], keys[row_key]
-    order = token_key.argsort(kind="stable")
-    token_key = token_key[order]
-    first = token_key.searchsorted(row_key)
-    count = token_key.searchsorted(row_key, side="right") - first
+        token_key, row_key = keys[tokens.item], keys[rows.item]
+        order = token_key.argsort(kind="stable")
+        first, stop = (token_key[order].searchsorted(row_key, side=side) for side in ("left", "right"))
+        count = stop - first
+    else:  # segments of one piece are adjacent
+        order = np.arange(len(tokens.item))
+        run = np.append(opens(tokens.item).nonzero()[0], len(order))
+        of_piece = np.zeros((2, len(pieces.seq)), dtype=np.int64)
+        of_piece[:, tokens.item[run[:-1]]] = run[:-1], run[1:] - run[:-1]
+        first, count = of_piece[:, rows.item]
     count[rows.num == 0] = 0
-    row = np.arange(len(row_key)).repeat(count)
+    row = np.arange(len(rows.item)).repeat(count)
     stop = count.cumsum()
     token = order[np.arange(len(row)) + (first - stop + count).repeat(count)]
     length, num_tokens = batch.length[rows.item][row], tokens.num[token]

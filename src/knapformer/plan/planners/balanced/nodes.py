@@ -7,6 +7,7 @@ Only a sequence that no node can take is cut over several nodes, at a head where
 
 import heapq
 from bisect import insort
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -70,13 +71,14 @@ def assign_nodes(sequences: Sequences, cluster: Cluster, cost: CostModel, work: 
     placed = order[::-1]
     placed = placed[node[placed] >= 0] if cuts else placed
     placed = placed[node[placed].argsort(kind="stable")]  # by node, least work first
-    starts = node[placed].searchsorted(np.arange(num_nodes + 1)).tolist()
-    entries = _Entries(work[placed].tolist(), placed.tolist(), starts)
-    for n, change in enumerate(_for_traffic(entries, length, share, cluster, cost)):
+    for n, change in enumerate(_for_traffic(work[placed], length[placed], node[placed], share, cluster, cost)):
         excess[n] -= change
-    small = entries.smallest(CANDIDATES + ROUNDS)
+    small = _smallest(
+        work[placed].tolist(), placed.tolist(), node[placed].searchsorted(np.arange(num_nodes + 1)).tolist()
+    )
     level_nodes(small, excess, [s // TOLERANCE for s in share])
-    node[[seq for members in small for _, seq in members]] = np.repeat(np.arange(num_nodes), [len(m) for m in small])
+    seqs = [seq for members in small for _, seq in members]
+    node[seqs] = np.arange(num_nodes).repeat([len(members) for members in small])
     seq = (node >= 0).nonzero()[0]
     zero = np.zeros_like(seq)
     rest = Pieces(seq, node[seq], zero, length[seq], zero, length[seq] * cost.num_heads, zero)
@@ -84,18 +86,10 @@ def assign_nodes(sequences: Sequences, cluster: Cluster, cost: CostModel, work: 
     return Pieces(*table[:, np.argsort((table[1] << 32) - table[3], kind="stable")])
 
 
-class _Entries(NamedTuple):
-    """Work and id of whole sequences by node, least work first; node n has those from `starts[n]`."""
-
-    work: list[int]
-    seq: list[int]
-    starts: list[int]
-
-    def smallest(self, most: int) -> list[Members]:
-        """At most `most` of each node."""
-        ends = zip(self.starts, self.starts[1:], strict=False)
-        cuts = [(start, min(stop, start + most)) for start, stop in ends]
-        return [list(zip(self.work[a:b], self.seq[a:b], strict=True)) for a, b in cuts]
+def _smallest(work: list[int], seq: list[int], starts: list[int]) -> list[Members]:
+    """The smallest sequences of each node, as many as exchanges may take; node n has those from `starts[n]` on."""
+    cuts = [(start, min(stop, start + CANDIDATES + ROUNDS)) for start, stop in pairwise(starts)]
+    return [list(zip(work[a:b], seq[a:b], strict=True)) for a, b in cuts]
 
 
 def _work_of(parts: Pieces, length: Int64Array, cost: CostModel) -> Int64Array:
@@ -103,21 +97,23 @@ def _work_of(parts: Pieces, length: Int64Array, cost: CostModel) -> Int64Array:
 
 
 def _for_traffic(
-    entries: _Entries, length: Int64Array, share: list[int], cluster: Cluster, cost: CostModel
+    work: Int64Array, length: Int64Array, node: Int64Array, share: list[int], cluster: Cluster, cost: CostModel
 ) -> list[int]:
     """What to change nodes' shares by so that those that will have more traffic get less work; adds up to about 0.
 
     A node whose R ranks share K split sequences of S tokens in all has traffic of about 4 S (1 - K / R) / R tokens a
-    rank. No node gets more than 1 part in `TRAFFIC_TOLERANCE` for it.
+    rank. No node gets more than 1 part in `TRAFFIC_TOLERANCE` for it. `work`, `length` and `node` are of all whole
+    sequences.
     """
-    sizes, traffic = cluster.node_sizes, []
-    price = 4 * cost.num_heads * row_prices(cluster, cost)[0]
-    for start, stop, size, most in zip(entries.starts, entries.starts[1:], sizes, share, strict=False):
-        number, tokens = 0, 0
-        while stop - number > start and entries.work[stop - number - 1] * size > most:
-            number += 1
-            tokens += int(length[entries.seq[stop - number]])
-        traffic.append(price * (tokens * max(size - number, 0) // (size * size)))
+    sizes, price = cluster.node_sizes, 4 * cost.num_heads * row_prices(cluster, cost)[0]
+    split = (work > np.array([most // size for most, size in zip(share, sizes, strict=True)])[node]).nonzero()[0]
+    number, tokens = np.zeros((2, len(sizes)), dtype=np.int64)
+    np.add.at(number, node[split], 1)
+    np.add.at(tokens, node[split], length[split])
+    traffic = [
+        price * (s * max(size - k, 0) // (size * size))
+        for s, k, size in zip(tokens.tolist(), number.tolist(), sizes, strict=True)
+    ]
     limit = [most // size // TRAFFIC_TOLERANCE for most, size in zip(share, sizes, strict=True)]
     level = sum(traffic) // len(sizes)
     for _ in range(3):
@@ -178,19 +174,19 @@ def _small_first_home(amounts: list[int], homes: list[int], heap: list[tuple[int
     `heap` is what each node has above its share; also returned as it is in the end.
     """
     load = [room for room, _ in sorted(heap, key=lambda entry: entry[1])]
-    chosen, (least, n) = [], heap[0]
-    for amount, at in zip(amounts, homes, strict=True):
+    push, pop, replace = heapq.heappush, heapq.heappop, heapq.heapreplace
+    chosen, (least, n) = list(homes), heap[0]
+    for i, (amount, at) in enumerate(zip(amounts, homes, strict=True)):
         while least != load[n]:  # stale: the node took something since
-            heapq.heappop(heap)
+            pop(heap)
             least, n = heap[0]
         if at != n and load[at] - least <= amount:
             load[at] += amount
-            heapq.heappush(heap, (load[at], at))
-            chosen.append(at)
+            push(heap, (load[at], at))
         else:
+            chosen[i] = n
             load[n] += amount
-            heapq.heapreplace(heap, (load[n], n))
-            chosen.append(n)
+            replace(heap, (load[n], n))
             least, n = heap[0]
     return chosen, load
 

@@ -1,6 +1,7 @@
 """Whole sequences to ranks: vector bin packing, step j places the j-th sequence of every node.
 
 Each goes to the rank whose remaining room of tokens and of area fits it best: largest inner product of need and room.
+Small ones stay at home where that is at least half as good.
 """
 
 import numpy as np
@@ -12,12 +13,19 @@ JITTER = UNIT // 16
 """Most that variants change the room of ranks, to try other packings."""
 
 
-def pack(need: Int64Array, node: Int64Array, room: Int64Array, first: Int64Array, seed: Int64Array) -> Int64Array:
+SMALL = UNIT // 4
+"""Sequences that need less than this of a rank prefer their home."""
+
+
+def pack(
+    need: Int64Array, node: Int64Array, home: Int64Array, room: Int64Array, first: Int64Array, seed: Int64Array
+) -> Int64Array:
     """Rank of each sequence.
 
     Args:
         need: (2, M) tokens and area of each sequence, sorted by node and falling.
         node: (M,) its node.
+        home: (M,) its home rank, counted from the node's first; -1 where that is in another node.
         room: (2, W) tokens and area each rank has room for.
         first: (N + 1,) first rank of each node.
         seed: (N,) of the changes to the ranks' room; 0 for none.
@@ -33,14 +41,20 @@ def pack(need: Int64Array, node: Int64Array, room: Int64Array, first: Int64Array
     rooms = _rooms(room, first, sizes, width)
     index = np.arange(width) + np.array([[[1]], [[65]]]) + 1009 * seed[:, None]
     rooms += np.where(seed[:, None] > 0, (index * 2654435761 % 4294967291 % 65536) * JITTER >> 16, 0)
-    flat, offset = rooms.reshape(-1), (np.arange(2 * num_nodes) * width).reshape(2, num_nodes)
-    product, chosen = np.empty_like(rooms), np.empty((steps, num_nodes), dtype=np.int64)
-    score, other = product
-    for best, wanted, taken in zip(chosen, needs, needs[:, :, :, 0], strict=True):
-        np.multiply(rooms, wanted, out=product)
+    offset = (np.arange(2 * num_nodes) * width).reshape(2, num_nodes)
+    product, chosen = np.zeros(rooms.size + 1, dtype=np.int64), np.empty((steps, num_nodes), dtype=np.int64)
+    at_home = np.full((steps, num_nodes), rooms.size)  # the last entry of `product` is nobody's
+    small = ((home >= 0) & (np.maximum(*need) < SMALL)).nonzero()[0]
+    at_home[turn[small], node[small]] = node[small] * width + home[small]
+    both, entry, flat = product[:-1].reshape(rooms.shape), np.empty_like(offset), rooms.reshape(-1)
+    (score, other), entries = both, entry.reshape(-1)
+    for best, wanted, taken, at in zip(chosen, needs, needs.reshape(steps, 2 * num_nodes), at_home, strict=True):
+        np.multiply(rooms, wanted, out=both)
         score += other
+        np.multiply.at(product, at, 2)
         score.argmax(axis=1, out=best)
-        flat[best + offset] -= taken
+        np.add(best, offset, out=entry)
+        np.subtract.at(flat, entries, taken)
     return first[node] + chosen[turn, node]
 
 

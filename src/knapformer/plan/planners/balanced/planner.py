@@ -36,7 +36,7 @@ from knapformer.plan.planners.base import Limits
 from knapformer.plan.predict import predict
 from knapformer.plan.sequences import Sequences
 
-Level = Literal["both", "time"]
+Level = Literal["both", "time", "step"]
 
 MAX_AREA = 1 << 62
 """Most attention area of a step, so that sums over the cluster fit 64 bits."""
@@ -48,7 +48,9 @@ class BalancedPlanner:
 
     Attributes:
         level: what is level across nodes: "time" (predicted time) or "both" (tokens and area, no prices needed);
-            None for "time" where the cost model has prices for both kinds of work, else "both".
+            None for "time" where the cost model has prices for both kinds of work, else "both". "step", for executors
+            that hide no traffic, levels nothing for its own sake, not inside nodes either: ranks with more traffic get
+            less work (no such steps, and no prices: as None).
         tolerance: a step whose ranks at home are level to within this is left alone [per mille].
         name: "balanced".
     """
@@ -58,8 +60,8 @@ class BalancedPlanner:
     name: str = "balanced"
 
     def __post_init__(self) -> None:
-        if self.level not in (None, "both", "time"):
-            raise SpecError(f"level is {self.level!r}; allowed are 'time', 'both' and None")
+        if self.level not in (None, "both", "time", "step"):
+            raise SpecError(f"level is {self.level!r}; allowed are 'time', 'both', 'step' and None")
         if self.tolerance < 0:
             raise SpecError(f"tolerance is {self.tolerance} per mille; it must be 0 or more")
 
@@ -94,17 +96,19 @@ class BalancedPlanner:
     ) -> tuple[Placement, int]:
         """The best shares and their traffic [tick]; `exactly` fills every rank to its budget, which keeps the cap."""
         length = sequences.length[pieces.seq]
-        amount = np.array((pieces.num_tokens, pieces.num_rows * length))
-        line = _budgets(pieces, amount, cluster, cap, both=self._levels_both(cost))
-        most = int(line.budget[0].max())
+        both, work = self._levels_both(cost), cost.work(length)
+        is_work = self.level == "step" and not (both or exactly or pieces.senders.any()) and exact_sum(work) < MAX_AREA
+        amount = np.array((work, work) if is_work else (pieces.num_tokens, pieces.num_rows * length))
+        line = _budgets(pieces, amount, cluster, None if is_work else cap, both=both)
+        most = 0 if is_work else int(line.budget[0].max())  # nobody knows yet: the caller tries again
         independent = not exactly and (cap is None or most < cap)
         refine = not exactly and (cap is None or most + (most >> 9) < cap)
-        batch = Batch.of(pieces, length, amount, line)
+        batch = Batch.of(pieces, length, amount, sequences.home[pieces.seq], line, is_work=is_work)
         shares, traffic = share_best(batch, cluster, cost, independent=independent, refine=refine)
         return _placement(sequences, cluster, cost, pieces, shares, self.name), traffic
 
     def _levels_both(self, cost: CostModel) -> bool:
-        if self.level is None:
+        if self.level in (None, "step"):
             return cost.token == 0 or cost.row_key == 0
         return self.level == "both"
 
@@ -143,8 +147,11 @@ def _check(sequences: Sequences, cluster: Cluster, cost: CostModel, cap: int | N
             f"feasible cap is {least}; raise it, or give each step fewer tokens"
         )
     longest = int(sequences.length.max(initial=0))
-    most = longest * longest * max(cost.num_heads, cost.row_key * cost.num_heads) * 2
-    if most >= MAX_AREA or exact_sum(sequences.length * sequences.length) * cost.num_heads >= MAX_AREA:
+    area = longest * longest * cost.num_heads
+    too_much = area * max(1, cost.row_key) * 2 >= MAX_AREA
+    if area * len(sequences) >= MAX_AREA:  # perhaps not all are that long
+        too_much |= exact_sum(sequences.length * sequences.length) * cost.num_heads >= MAX_AREA
+    if too_much:
         raise PlanError(
             f"sequences of up to {longest} tokens with {cost.num_heads} heads have more attention work than 64 bits "
             "can count; the planner takes steps of at most 2**62 rows times keys, or ticks for one sequence"
@@ -161,7 +168,7 @@ def _budgets(pieces: Pieces, amount: Int64Array, cluster: Cluster, cap: int | No
     np.add.at(total, np.concatenate((piece_group, piece_group + num_groups)), amount.ravel())
     group = np.concatenate((group, group + num_groups))
     starts = np.concatenate((starts, starts + cluster.world_size))
-    speed = np.concatenate((cluster.speed,) * 2)
+    speed = np.concatenate((cluster.speed,) * 2) if cluster.speeds else np.ones_like(group)
     budget = apportion(total, speed, group, starts).reshape(2, -1)
     if cap is not None:
         budget[0] = _capped(budget[0], cap)

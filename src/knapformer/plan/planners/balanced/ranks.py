@@ -25,6 +25,9 @@ from knapformer.plan.planners.balanced.stretch import snapped, stretches
 CUT_WEIGHT = 8
 """How much longer a stretch a part of a sequence cut over nodes gets: its traffic crosses slow links."""
 
+TIGHT = UNIT * 1015 // 1000
+"""Most work of a rank with a split sequence, where only the step counts: others may have more by the traffic saved."""
+
 _THIN = NOWHERE - 1
 
 
@@ -89,7 +92,8 @@ class RankSharing:
         if len(split):
             self._set_aside(split[np.lexsort((-need[split], node[split]))], need)
         rest = (nowhere & ~must_split).nonzero()[0]
-        self._whole[rest] = pack(self._need[:, rest], node[rest], self._room, line.first, self.variants.seed)
+        home = self.batch.home[rest]
+        self._whole[rest] = pack(self._need[:, rest], node[rest], home, self._room, line.first, self.variants.seed)
         self._evict()
         self._order_split()
         return Layout(np.maximum(self._whole, NOWHERE), self.split, self.order, self.free, self._thin)
@@ -163,6 +167,8 @@ class RankSharing:
         if self.pieces.senders.any():
             weight = weight * np.where(self.pieces.senders[split] != 0, CUT_WEIGHT, 1)
         needed = np.maximum(needed, 1)
+        if self.batch.is_work:
+            needed, room = self._fewest_ranks(needed, room, node)
         stretch = stretches(needed, weight, node, np.add.reduceat(room, first), variants.blend[node])
         has_split = np.zeros(len(first), dtype=bool)
         has_split[node] = True
@@ -190,6 +196,16 @@ class RankSharing:
         np.add.at(needed, node, need)
         enough = (np.add.reduceat(less, first) >= needed) & (self.variants.avoid > 0)
         return np.where(enough[self.line.node], less, room)
+
+    def _fewest_ranks(self, need: Int64Array, room: Int64Array, node: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Whole ranks for each split sequence, as few as hold it, and room on no others, where a node has enough."""
+        first, mine = self.line.first[:-1], self.line.node
+        ranks, left = -(-need // TIGHT) * UNIT, np.zeros(len(first), dtype=np.int64)
+        np.add.at(left, node, ranks)
+        enough = left <= np.add.reduceat(room, first)
+        before = room.cumsum() - room
+        fewer = np.clip((left + before[first])[mine] - before, 0, room)
+        return np.where(enough[node], ranks, need), np.where(enough[mine], fewer, room)
 
     def _places(self) -> Int64Array:
         """(W,) position of each rank on the line."""

@@ -67,7 +67,7 @@ def _proportional(
         free = np.maximum(np.add.reduceat(weight * ~fixed, first), 1)
         result = np.where(fixed, need, _times_ratio(weight, left[group], free[group]))
         short = result < need
-        if not np.any(short & ~fixed):
+        if not (short & ~fixed).any():
             break
         fixed |= short
     return np.maximum(result, need)
@@ -86,7 +86,7 @@ def _scaled(stretch: Int64Array, total: Int64Array, first: Int64Array, group: In
     after = stretch.cumsum()
     after -= (after - stretch)[first][group]
     stop = np.minimum(_times_ratio(after, total[group], sums[group]), total[group])
-    stop[np.append(first[1:], len(stretch)) - 1] = total
+    stop[first[1:] - 1], stop[-1] = total[:-1], total[-1]
     result = stop.copy()
     result[1:] -= stop[:-1]
     result[first] = stop[first]

@@ -1,0 +1,103 @@
+"""FLUX.2: all blocks of a kind share one modulation; single-stream blocks fuse attention and MLP in one linear layer.
+
+Positions have four axes (time, row, column, index): text rows count along the last, visual tokens stay at 0 there.
+Reference images take `Sample.positions`, with another time each. Their key-value cache is for inference only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
+from knapformer.integrations.diffusers.inputs import PackedInputs
+from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
+from knapformer.integrations.diffusers.ops import (
+    Shared,
+    add_gated,
+    clip_half,
+    continuous_norm,
+    merge_streams,
+    modulate,
+    run_block,
+    split_heads,
+)
+from knapformer.integrations.diffusers.patches import Grid, grid_positions
+
+
+class Flux2(Family):
+    """`Flux2Transformer2DModel`."""
+
+    model_class = "Flux2Transformer2DModel"
+    parts = (
+        "x_embedder",
+        "context_embedder",
+        "time_guidance_embed",
+        "pos_embed",
+        "double_stream_modulation_img",
+        "double_stream_modulation_txt",
+        "single_stream_modulation",
+        "norm_out.linear",
+        "proj_out",
+    )
+    processors = (
+        "Flux2AttnProcessor",
+        "Flux2ParallelSelfAttnProcessor",
+        "Flux2KVAttnProcessor",
+        "Flux2KVParallelSelfAttnProcessor",
+    )
+
+    def widths(self, model: Any) -> Widths:
+        config = model.config
+        return Widths(
+            image=config.in_channels,
+            text=config.joint_attention_dim,
+            out=model.proj_out.out_features,
+            guidance=model.time_guidance_embed.guidance_embedder is not None,
+            axes=4,
+        )
+
+    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+        written = torch.zeros(len(text), 4, dtype=torch.int32)
+        written[:, 3] = text
+        return torch.cat((written, nn.functional.pad(grid_positions(grid), (0, 1))))
+
+    def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:
+        doubles = [(block, _double_block) for block in model.transformer_blocks]
+        return [*doubles, *((block, _single_block) for block in model.single_transformer_blocks)]
+
+    def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
+        layout, dtype = inputs.layout, model.x_embedder.weight.dtype
+        guidance = None if inputs.guidance is None else inputs.guidance.to(dtype) * 1000
+        vec = model.time_guidance_embed(inputs.timestep.to(dtype) * 1000, guidance)
+        img_mod, txt_mod = model.double_stream_modulation_img(vec), model.double_stream_modulation_txt(vec)
+        mod = model.single_stream_modulation(vec)
+        img = model.x_embedder(inputs.image.to(dtype))
+        txt = model.context_embedder(inputs.own_text.to(dtype))
+        shared = Shared(layout, model.pos_embed(inputs.positions))
+        for block in model.transformer_blocks:
+            img, txt = run_block(model, block, shared, img, txt, img_mod, txt_mod)
+        x = merge_streams(txt, img, layout)
+        for block in model.single_transformer_blocks:
+            x = run_block(model, block, shared, x, mod)
+        img = x.index_select(0, layout.image_index)
+        return model.proj_out(continuous_norm(model.norm_out, img, vec, shared.image_vector))
+
+
+def _double_block(
+    block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, img_mod: Tensor, txt_mod: Tensor
+) -> tuple[Tensor, Tensor]:
+    attn = block.attn
+    img = Stream(block.norm1, block.norm2, block.ff, image_out(attn), img_mod.chunk(6, dim=-1))
+    txt = Stream(block.norm1_context, block.norm2_context, block.ff_context, text_out(attn), txt_mod.chunk(6, dim=-1))
+    return double_stream(attn, img, txt, img_TD, txt_TD, shared)
+
+
+def _single_block(block: Any, shared: Shared, x_TD: Tensor, mod: Tensor) -> Tensor:
+    attn, (shift, scale, gate) = block.attn, mod.chunk(3, dim=-1)
+    hidden = attn.to_qkv_mlp_proj(modulate(block.norm(x_TD), shift, scale, shared.vector))
+    qkv, mlp = hidden.split((3 * attn.inner_dim, hidden.shape[-1] - 3 * attn.inner_dim), dim=-1)
+    q, k, v = (split_heads(part, attn.heads) for part in qkv.chunk(3, dim=-1))
+    attended = shared.attend(attn.norm_q(q), attn.norm_k(k), v)
+    branch = attn.to_out(torch.cat((attended.flatten(1), attn.mlp_act_fn(mlp)), dim=-1))
+    return clip_half(add_gated(x_TD, branch, gate, shared.vector))

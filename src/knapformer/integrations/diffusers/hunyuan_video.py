@@ -1,0 +1,113 @@
+"""HunyuanVideo: double-stream, then single-stream blocks over video and text; text is refined by itself first.
+
+The refiner attends among the text rows of one sample, so every rank that has tokens of a sequence refines its whole
+text, and takes the rows it holds. Text that its mask hides can reach nothing and is left out. Text is not rotated.
+`image_condition_type="token_replace"` (image to video) modulates the first frame's tokens at time 0, without guidance;
+"latent_concat" only has more input channels.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
+from knapformer.integrations.diffusers.inputs import PackedInputs
+from knapformer.integrations.diffusers.joint import double_block, single_block
+from knapformer.integrations.diffusers.ops import (
+    Shared,
+    add_gated,
+    continuous_norm,
+    merge_streams,
+    project_out,
+    project_qkv,
+    rope,
+    run_block,
+    still_text,
+)
+from knapformer.integrations.diffusers.patches import Grid, grid_positions
+
+
+class HunyuanVideo(Family):
+    """`HunyuanVideoTransformer3DModel`."""
+
+    model_class = "HunyuanVideoTransformer3DModel"
+    parts = (
+        "x_embedder.proj",
+        "context_embedder.token_refiner.refiner_blocks",
+        "context_embedder.time_text_embed",
+        "time_text_embed",
+        "rope",
+        "norm_out.linear",
+        "proj_out",
+    )
+    processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0", "AttnProcessor")
+    masks_text = True
+
+    def widths(self, model: Any) -> Widths:
+        config, (pt, ph, pw) = model.config, self.patch(model)
+        return Widths(
+            image=config.in_channels * pt * ph * pw,
+            text=config.text_embed_dim,
+            out=model.proj_out.out_features,
+            pooled=config.pooled_projection_dim,
+            guidance=bool(config.guidance_embeds),
+        )
+
+    def patch(self, model: Any) -> Grid:
+        config = model.config
+        return config.patch_size_t, config.patch_size, config.patch_size
+
+    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+        return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid)))
+
+    def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:
+        return [
+            (model.context_embedder, _refine),
+            *((block, _refiner_block) for block in model.context_embedder.token_refiner.refiner_blocks),
+            *((block, double_block) for block in model.transformer_blocks),
+            *((block, single_block) for block in model.single_transformer_blocks),
+        ]
+
+    def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
+        layout, dtype, pooled = inputs.layout, model.x_embedder.proj.weight.dtype, inputs.pooled
+        patch = self.patch(model)
+        img = model.x_embedder(inputs.image.to(dtype).unflatten(1, (-1, *patch))).flatten(1)
+        texts = Shared.texts(layout)
+        txt = model.context_embedder(texts, inputs.text.to(dtype), inputs.timestep).index_select(0, inputs.text_rows)
+        vec, first = model.time_text_embed(inputs.timestep, pooled.to(dtype), inputs.guidance)
+        positions, clean = inputs.positions, None
+        if first is not None:
+            vec = torch.cat((vec, first))
+            clean = positions[:, 0].index_select(0, layout.image_index) == 0
+        turn = model.rope
+        rotation = still_text(rope(positions, turn.rope_dim, turn.theta, torch.float32), layout)
+        shared = Shared(layout, rotation, clean=clean)
+        for block in model.transformer_blocks:
+            img, txt = run_block(model, block, shared, img, txt, vec)
+        x = merge_streams(txt, img, layout)
+        for block in model.single_transformer_blocks:
+            x = run_block(model, block, shared, x, vec)
+        index = layout.sequence_index.index_select(0, layout.image_index)
+        out = continuous_norm(model.norm_out, x.index_select(0, layout.image_index), vec[: layout.num_sequences], index)
+        return model.proj_out(out)
+
+
+def _refine(refiner: Any, texts: Shared, text_NC: Tensor, timestep: Tensor) -> Tensor:
+    """Whole texts (N, C) to (N, D). Their mean, with the time, modulates the refiner."""
+    index, count = texts.vector, len(timestep)
+    lens = torch.zeros(count, dtype=text_NC.dtype, device=text_NC.device)
+    lens = lens.index_add(0, index, torch.ones_like(index, dtype=text_NC.dtype)).clamp_min(1)
+    mean = text_NC.new_zeros(count, text_NC.shape[1]).index_add(0, index, text_NC) / lens[:, None]
+    vec = refiner.time_text_embed(timestep, mean)
+    x = refiner.proj_in(text_NC)
+    for block in refiner.token_refiner.refiner_blocks:
+        x = block(texts, x, vec)
+    return x
+
+
+def _refiner_block(block: Any, texts: Shared, x_ND: Tensor, vec_SD: Tensor) -> Tensor:
+    gate, gate_mlp = block.norm_out.linear(block.norm_out.nonlinearity(vec_SD)).chunk(2, dim=-1)
+    attended = texts.attend(*project_qkv(block.attn, block.norm1(x_ND)))
+    x_ND = add_gated(x_ND, project_out(block.attn, attended), gate, texts.vector)
+    return add_gated(x_ND, block.ff(block.norm2(x_ND)), gate_mlp, texts.vector)

@@ -1,0 +1,18 @@
+"""Models, devices and clusters by name, with a source for every number. Data are TOML files beside this module."""
+
+from knapformer.sim.presets.clusters import ClusterPreset, DevicePreset, cluster_preset, device_names, device_preset
+from knapformer.sim.presets.models import ModelShape, model_names, model_preset
+from knapformer.sim.presets.workloads import named_workload, workload_names
+
+__all__ = [
+    "ClusterPreset",
+    "DevicePreset",
+    "ModelShape",
+    "cluster_preset",
+    "device_names",
+    "device_preset",
+    "model_names",
+    "model_preset",
+    "named_workload",
+    "workload_names",
+]
