@@ -5,15 +5,24 @@
 For each call (route, reverse route, attend without its kernel), forward and backward: CPU seconds of this rank's
 process, against a bare `all_to_all_single` of the same bytes and against a straight implementation (`straight.py`).
 Calls alternate within a repetition; figures are medians over repetitions, then means over ranks. Copies count each byte
-written by an operation that copies; the bound is one write into the message and one out of it. gloo on one machine: CPU
-figures, not those of a network.
+written by an operation that copies; the bound is one write into the message and one out of it. `floor` is the bare
+all-to-alls with just these copies, between buffers that are kept: what a call could cost at best. gloo on one machine:
+CPU figures, not those of a network.
+
+Memory of attend is that of all tensors alive at once, but for those given to it and those of the kernel. Unavoidable at
+once is the largest of (R: arrived q, k, v, which the kernel keeps for its backward; O: the output, kept by the caller)
+
+    qkv out + qkv in        qkv in + R        R + o out + o in        R + o in + O                          forward
+    O + R + do out + do in        O + R + do in + do        O + dqkv out + dqkv in        O + dqkv in + dqkv   backward
+
+`held` is what the library's pool keeps, in use or not.
 """
 
 import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -24,8 +33,10 @@ import torch
 import torch.distributed as dist
 from benchmarks.straight import StraightBags
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from knapformer import BagSpec, SequenceBalancer
 from knapformer.attention import Segments, register_kernel
@@ -42,18 +53,23 @@ class _NoKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.like = k.shape
+        ctx.save_for_backward(q, k, v)  # as a kernel does
         return q.view_as(q)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], _zeros(ctx.like), _zeros(ctx.like)
+        return tuple(_zeros(x.shape) for x in ctx.saved_tensors)
+
+
+_made: list[Tensor] = []
+"""Every gradient of the stand-in."""
 
 
 @cache
 def _zeros(shape: torch.Size) -> Tensor:
-    """Gradients of the stand-in, made once, so that it costs nothing when timed."""
-    return torch.zeros(shape)
+    """A gradient of the stand-in, made once, so that it costs nothing when timed."""
+    _made.append(torch.zeros(shape))
+    return _made[-1]
 
 
 @cache
@@ -82,6 +98,25 @@ class CountCopies(TorchDispatchMode):
                 written = args[2] if name == "index_copy_" and len(args) == 3 else result
                 written = args[3] if name == "index_copy_" else written
                 self.bytes += written.numel() * written.element_size() if isinstance(written, Tensor) else 0
+        return result
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes of tensors alive at once, but for those that exist before."""
+
+    def __init__(self, existing: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._existing = {x.untyped_storage()._cdata for x in existing}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self._existing:
+                self._alive.setdefault(key, (StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()))
+        self._alive = {key: (ref, size) for key, (ref, size) in self._alive.items() if not ref.expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._alive.values()))
         return result
 
 
@@ -151,21 +186,22 @@ def measure_layout(spec: str, tokens: int, repeats: int) -> dict[str, dict[str, 
     leaves, sent = [x, y, *qkv], _bytes_sent(step)
     figures = {}
     for call, ways in calls.items():
-        bare = _bare(step, sent[call])
-        _measure_call(ways, bare, leaves, 2)  # warm up
-        figures[call] = _measure_call(ways, bare, leaves, repeats) | _count(ways, leaves, sent[call])
+        alone = {"bare": _bare(step, sent[call]), "floor": _bare(step, sent[call], copies=True)}
+        _measure_call(ways, alone, leaves, 2)  # warm up
+        figures[call] = _measure_call(ways, alone, leaves, repeats) | _count(ways, leaves, sent[call])
+    figures["attend"] |= _memory(calls["attend"], step, qkv)
     return figures
 
 
 def _measure_call(
-    ways: dict[str, Callable[[], Tensor]], bare: Callable[[], None], leaves: list[Tensor], repeats: int
+    ways: dict[str, Callable[[], Tensor]], alone: dict[str, Callable[[], None]], leaves: list[Tensor], repeats: int
 ) -> dict[str, float]:
     """Median CPU seconds of forward and backward of each way, and of the bare all-to-alls of the same bytes.
 
     Gradients are given, and those of leaves let go, beforehand: making ones and adding up over calls is no part of one.
     """
     times: dict[str, list[float]] = {name: [] for way in ways for name in (f"{way}_forward", f"{way}_backward")}
-    times |= {"bare_both": []}
+    times |= {f"{name}_both": [] for name in alone}
     for _ in range(repeats):
         for way, call in ways.items():
             for leaf in leaves:
@@ -177,10 +213,11 @@ def _measure_call(
             out.backward(_ones(out.shape))
             times[f"{way}_forward"].append(middle - start)
             times[f"{way}_backward"].append(time.process_time() - middle)
-        dist.barrier()
-        start = time.process_time()
-        bare()
-        times["bare_both"].append(time.process_time() - start)
+        for name, run in alone.items():
+            dist.barrier()
+            start = time.process_time()
+            run()
+            times[f"{name}_both"].append(time.process_time() - start)
     return {name: median(values) for name, values in times.items()}
 
 
@@ -195,6 +232,40 @@ def _count(ways: dict[str, Callable[[], Tensor]], leaves: list[Tensor], sent: tu
             call().backward(grad)
         figures |= {f"{way}_operations": counted.operations, f"{way}_copied": counted.bytes}
     return figures
+
+
+def _memory(ways: dict[str, Callable[[], Tensor]], step: Any, qkv: list[Tensor]) -> dict[str, float]:
+    """Peak of attend and its backward, and what the module's docstring calls unavoidable [bytes]."""
+    figures: dict[str, float] = {"unavoidable_bytes": _unavoidable(step, qkv[0].numel() * 4)}
+    for way, call in ways.items():
+        grad = _ones(call().shape)
+        for leaf in qkv:
+            leaf.grad = None
+        with PeakMemory([*qkv, grad, *_made]) as peak:
+            out = call()
+            out.backward(grad)
+        figures[f"{way}_peak_bytes"] = peak.bytes
+    figures["ours_held_bytes"] = step.attention_group.buffers.bytes_held
+    return figures
+
+
+def _unavoidable(step: Any, output: int) -> int:
+    if not step._shares_attention:
+        return output
+    split = step._split_attention(HEADS)
+    wide = split.head_group * WIDTH // HEADS * 4
+    qkv_out, qkv_in = (sum(side.splits) * wide for side in (split.qkv.source, split.qkv.target))
+    o_out, o_in = (sum(side.splits) * wide for side in (split.out.source, split.out.target))
+    return max(
+        qkv_out + qkv_in,
+        2 * qkv_in,
+        qkv_in + o_out + o_in,
+        qkv_in + o_in + output,
+        output + qkv_in + o_in + o_out,
+        output + qkv_in + 2 * o_out,
+        output + qkv_in + qkv_out,
+        output + qkv_out + 3 * output,
+    )
 
 
 def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
@@ -215,18 +286,28 @@ def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
     return figures
 
 
-def _bare(step: Any, sent: tuple[int, int, int]) -> Callable[[], None]:
-    """All-to-alls of the same bytes there and back (the mean of the ranks, evenly spread), and nothing else."""
+def _bare(step: Any, sent: tuple[int, int, int], *, copies: bool = False) -> Callable[[], None]:
+    """All-to-alls of the same bytes there and back (the mean of the ranks, evenly spread), and nothing else.
+
+    Args:
+        step: of the calls.
+        sent: see `_bytes_sent`.
+        copies: copy into and out of the message too.
+    """
     exchanges = 1 if sent[2] == 1 else 2
     group = step.group if exchanges == 1 else step.attention_group
     each = max(1, int(_mean(sent[0])) // group.size // 4 // exchanges)
     if not sent[2] or group.handle is None:
         return lambda: None
-    send, receive = torch.zeros(each * group.size), torch.zeros(each * group.size)
+    send, receive, source, target = (torch.zeros(each * group.size) for _ in range(4))
 
     def run() -> None:
         for _ in range(2 * exchanges):
+            if copies:
+                send.copy_(source)
             dist.all_to_all_single(receive, send, group=group.handle)
+            if copies:
+                target.copy_(receive)
 
     return run
 

@@ -13,7 +13,7 @@ from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Links, Placemen
 
 if TYPE_CHECKING:
     from knapformer.attention import Layout, attend, cross_attend
-    from knapformer.balancer import RoutingStep, SequenceBalancer
+    from knapformer.balancer import PackedBatch, RoutingStep, SequenceBalancer
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Links",
+    "PackedBatch",
     "Placement",
     "RoutingStep",
     "SequenceBalancer",
@@ -37,6 +38,7 @@ _NEEDS_TORCH = {
     "Layout": "knapformer.attention",
     "attend": "knapformer.attention",
     "cross_attend": "knapformer.attention",
+    "PackedBatch": "knapformer.balancer",
     "RoutingStep": "knapformer.balancer",
     "SequenceBalancer": "knapformer.balancer",
 }

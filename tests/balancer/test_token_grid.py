@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from knapformer import CostModel, SequenceBalancer
+from knapformer import CostModel, PackedBatch, SequenceBalancer
 from knapformer.errors import SpecError
 from knapformer.models import MMDiT, MMDiTConfig
 from knapformer.plan import Cluster, Limits
 from knapformer.plan.metrics import measure
-from knapformer.train.batch import HomeBatch
 from knapformer.train.step import flow_loss
 from tests.planners import RandomPlanner
 from tests.ranks import run_ranks
@@ -89,17 +88,20 @@ def test_padding_in_the_loss_is_noticed():
 def losses(rank, world_size, mode):
     """Loss of a batch from `flow_loss`, without and with padding."""
     lens, text_lens = [n for n, _ in BATCH[rank]], [t for _, t in BATCH[rank]]
-    tokens, model, total = sum(lens), MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2))).double(), []
-    fields = {name: torch.zeros(len(lens), dtype=torch.int64) for name in HomeBatch.__slots__}
-    text = torch.arange(tokens, dtype=torch.int32) % 5
-    fields |= {"seq_lens": lens, "text_lens": text_lens, "context_lens": None, "text": text}
-    fields |= {name: torch.ones(tokens, 8, dtype=torch.float64) for name in ("noisy", "target")}
-    fields |= {"timestep": torch.rand(len(lens)), "pooled": torch.rand(len(lens), 10)}
-    fields |= {"grids": torch.tensor([[1, 1, max(1, n - t)] for n, t in BATCH[rank]], dtype=torch.int32).reshape(-1, 3)}
+    model, total = MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2))).double(), []
+    text = torch.cat([torch.zeros(0)] + [torch.arange(n) < t for n, t in BATCH[rank]]).bool()
+    tokens = {name: torch.ones(len(text), 8, dtype=torch.float64) for name in ("noisy", "target")}
+    grids = torch.tensor([[1, 1, n - t] for n, t in BATCH[rank]], dtype=torch.int32).reshape(-1, 3)
+    batch = PackedBatch(
+        {**tokens, "text": text.int(), "pixels": (~text).int()},
+        {"timestep": torch.rand(len(lens)), "pooled": torch.rand(len(lens), 10), "grids": grids},
+        seq_lens=lens,
+        text_lens=text_lens,
+    )
     for token_grid in (1, GRID):
-        step = SequenceBalancer(cost=COST, token_grid=token_grid).plan_routing(lens, text_lens=text_lens)
-        loss = flow_loss(model, step, HomeBatch(**fields), torch.eye(12).double(), mode=mode)
-        dist.all_reduce(loss.detach())
+        step = SequenceBalancer(cost=COST, token_grid=token_grid).plan_routing(**batch.lengths)
+        loss = flow_loss(model, step, batch, torch.eye(12).double(), mode=mode).detach()
+        dist.all_reduce(loss)
         total.append(float(loss))
     return total
 
@@ -119,7 +121,7 @@ def test_padding_is_priced():
     plain = measure(step.placement, Cluster(1), COST)
     assert step.metrics.padding_tokens == 11
     assert plain.padding_tokens == 0
-    extra = COST.load(np.int64(11), np.int64(11 * 11 * COST.num_heads))
+    (extra,) = COST.load(np.array([11]), np.array([11 * 11 * COST.num_heads]))
     assert step.metrics.makespan == pytest.approx(plain.makespan + int(extra) / 10**15)
     assert step.metrics.step_over_ideal > plain.step_over_ideal == 1.0
     assert replace(step, token_grid=1).metrics == plain

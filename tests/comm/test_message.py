@@ -234,3 +234,12 @@ def test_outputs_may_be_changed_in_place():
     (y,) = exchange([x], DeviceExchange.of(token_exchange(placement, 0), CPU), RankGroup.of())
     y.mul_(2).sum().backward()
     assert x.grad is not None and bool((x.grad == 2).all())
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    placement = make_planner("local")(Sequences.from_ranks([[3]]), Cluster(1), CostModel.from_shapes(8, 2))
+    x = torch.ones(3, 2, requires_grad=True)
+    (y,) = exchange([x * x], DeviceExchange.of(token_exchange(placement, 0), CPU), RankGroup.of())
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

@@ -14,7 +14,7 @@ from tests.models.reference import errors, make_samples, run_packed
 
 MODELS = {
     "dit": lambda: DiT(DiTConfig.tiny(axes_dims=(2, 2, 2))),
-    "mmdit": lambda: MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2), num_double=1, num_single=2)),
+    "mmdit": lambda: MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2), num_double=1, num_single=1)),
 }
 BLOCK_CLASSES = {"dit": 1, "mmdit": 2}
 NUM_BATCHES, NUM_COMPARED = 50, 15

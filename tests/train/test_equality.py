@@ -16,7 +16,7 @@ from knapformer import CostModel, SequenceBalancer
 from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig
 from knapformer.train.parallel import make_mesh, shard_model
 from tests.planners import OneSidedPlanner, RandomPlanner, UnevenHeadsPlanner
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 # (length, text) of each rank's sequences; text only where both are equal, no text where 0
@@ -213,6 +213,8 @@ def test_a_long_sequence_of_awkward_length():
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks at the gradients of all inputs
 def test_compiled_blocks():
     check(2, "g2n1", fsdp=True, checkpointing=True, plan_next=True, compile="aot_eager")
+    with pytest.raises(RankError, match="Invalid backend: 'none of these'"):  # blocks do go to the backend
+        check(2, "g2n1", fsdp=True, compile="none of these")
 
 
 def test_hybrid_sharding():

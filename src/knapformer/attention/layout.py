@@ -245,7 +245,7 @@ class Layout:
             return split.tokens(o)
         # Rows of whole sequences stay: the exchange hands them out, and puts what comes of them before what returns.
         sent = split.send(q_THK, k_THK, v_THK, stay=(first.num_q, second.num_q))
-        (q_1, k_1, v_1), (q_2, k_2, v_2) = split.stayed(sent)
+        (q_1, q_2), (k_1, k_2), (v_1, v_2) = sent.stayed
         if self._overlap:
             o_1 = kernel(q_1, k_1, v_1, first, scale)
             q, k, v = sent.wait()

@@ -48,15 +48,11 @@ class SplitAttention:
         """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of this rank's segments.
 
         Args:
-            q_THK, k_THK, v_THK: of split tokens, and before them of parts that stay; see `stayed`.
+            q_THK, k_THK, v_THK: of split tokens, and before them of parts that stay: `Transfer.stayed`.
             stay: tokens of each of these parts.
         """
-        rows = [self.rows(x) for x in (q_THK, k_THK, v_THK)]
-        return start_exchange(rows, self.qkv, self.group, stay=[n * self.num_heads // self.head_group for n in stay])
-
-    def stayed(self, sent: Transfer) -> list[list[Tensor]]:
-        """(T, H, K) q, k, v of each part that stayed; to be asked for before the wait."""
-        return [[self.tokens(x) for x in part] for part in zip(*sent.stayed, strict=True)]
+        row = self.head_group, q_THK.shape[2]
+        return start_exchange([q_THK, k_THK, v_THK], self.qkv, self.group, stay=stay, row=row)
 
     def give_back(self, o: Tensor) -> Transfer:
         """(rows, head_group, K) outputs of this rank's segments; arrives as rows of this rank's split tokens."""

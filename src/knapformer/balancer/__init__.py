@@ -1,6 +1,7 @@
 """The façade: `SequenceBalancer` plans a step, `RoutingStep` moves tokens and hands the model its layout."""
 
 from knapformer.balancer.balancer import SequenceBalancer
+from knapformer.balancer.packed import PackedBatch
 from knapformer.balancer.step import RoutingStep
 
-__all__ = ["RoutingStep", "SequenceBalancer"]
+__all__ = ["PackedBatch", "RoutingStep", "SequenceBalancer"]

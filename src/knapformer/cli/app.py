@@ -29,6 +29,10 @@ app.command("knapformer.cli.advise:advise", help="Say whether balancing is worth
 app.command("knapformer.cli.simulate:simulate", help="Predict step time on a cluster one does not have.")
 app.command("knapformer.cli.replay:replay", help="Run each rank's share of a step on this device, one after the other.")
 app.command(
+    "knapformer.cli.experiment:experiment", help="Run a grid of workloads, planners and seeds, and report on it."
+)
+app.command("knapformer.cli.report:report", help="Make tables and figures of run records.")
+app.command(
     "knapformer.cli.calibrate:calibrate_command",
     name="calibrate",
     help="Measure what a layer costs on this device and fit a cost model to it.",

@@ -10,16 +10,11 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.models import MMDiT, MMDiTConfig
 from knapformer.plan import Cluster, CostModel, Placement, Profile, Sequences, make_planner, measure
 from knapformer.report import RecordWriter
 from knapformer.sim.presets import named_workload
-from knapformer.train.replay import Replayed, scaled
+from knapformer.train.replay import CPU_SHAPE, FLUX_SHAPE, Replayed, replay_model, scaled
 from knapformer.train.replay import replay as replay_placement
-
-CPU_SHAPE = (256, 4, 1, 1, 16.0)
-FLUX_SHAPE = (3072, 24, 1, 1, 1.0)
-"""Width, heads, double and single blocks, and what lengths are divided by, where the user does not say."""
 
 
 def replay(
@@ -83,20 +78,7 @@ def replay(
     )
     scale = defaults[4] if scale is None else scale
     trace = named_workload(workload, world_size=ranks, num_steps=steps)
-    config = MMDiTConfig(
-        in_channels=64,
-        text_channels=64,
-        pooled_channels=64,
-        width=width,
-        num_heads=heads,
-        num_double=double,
-        num_single=single,
-        axes_dims=_axes(width // heads),
-    )
-    if where.type == "cpu":
-        torch.set_num_threads(1)  # its own time then leaves out what other programs take
-    with where:
-        model = MMDiT(config)
+    model = replay_model(width, heads, double, single, where)
     half = torch.bfloat16 if where.type == "cuda" else None
     cost = Profile.load(profile).cost_model() if profile else CostModel.from_shapes(width, heads, gamma=gamma)
     cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node"))
@@ -135,13 +117,6 @@ def replay(
         print(json.dumps(result))
     else:
         _print(result)
-
-
-def _axes(head_dim: int) -> tuple[int, int, int]:
-    """Rotated channels per axis: an eighth for frames as in FLUX, the rest even for rows and columns."""
-    frames = max(2, head_dim // 8 // 2 * 2)
-    rows = (head_dim - frames) // 4 * 2
-    return head_dim - 2 * rows, rows, rows
 
 
 def _figures(replays: list[Replayed], modelled: list[float]) -> dict[str, Any]:

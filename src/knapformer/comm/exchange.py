@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from knapformer.comm.groups import RankGroup
 from knapformer.comm.message import Format
@@ -94,16 +95,18 @@ def start_exchange(
     *,
     differentiable: Sequence[bool] | None = None,
     stay: Sequence[int] = (),
+    row: Sequence[int] | None = None,
 ) -> "Transfer":
     """Send the rows; `Transfer.wait` returns what `exchange` does. Ranks must call it in the same order.
 
     Args:
         tensors, table, group, differentiable: see `exchange`.
         stay: rows of each part of each tensor, before those of the table, that is not sent: `Transfer.stayed`.
+        row: trailing shape of what arrives, if a row of the tensors is several rows of the table.
     """
     wanted = [t.requires_grad for t in tensors] if differentiable is None else list(differentiable)
     joins = torch.is_grad_enabled() and any(wanted)
-    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors), list(stay))
+    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors), list(stay), row)
     # An input of our own makes autograd visit this exchange on every rank, whatever this rank's tensors need.
     anchor = torch.empty(0, device=tensors[0].device, requires_grad=True) if joins else None
     transfer.token, *parts = _Start.apply(transfer, anchor, *tensors)
@@ -119,7 +122,13 @@ class Transfer:
     """
 
     def __init__(
-        self, table: DeviceExchange, group: RankGroup, tensors: Sequence[Tensor], wanted: list[bool], stay: list[int]
+        self,
+        table: DeviceExchange,
+        group: RankGroup,
+        tensors: Sequence[Tensor],
+        wanted: list[bool],
+        stay: list[int],
+        row: Sequence[int] | None,
     ) -> None:
         self.wanted = wanted
         # These two are let go by `wait`, because their graph refers to this transfer.
@@ -129,10 +138,13 @@ class Transfer:
         self._stay, self._before = stay, list[int]()
         like = [(t.dtype, t.shape[1:]) for t in tensors]
         lanes = list(range(len(like))) if table.source.lanes else None
-        self._out = self._back = Format.of(like, lanes)
-        if not all(wanted):
-            joins = [i for i, join in enumerate(wanted) if join]
-            self._back = Format.of([like[i] for i in joins], joins if lanes else None)
+        joins = [i for i, join in enumerate(wanted) if join]
+        back = [like[i] for i in joins], joins if lanes else None
+        if row is None:
+            self._out, self._back = Format.of(like, lanes), Format.of(*back)
+        else:
+            self._out = Format.of([(dtype, torch.Size(row)) for dtype, _ in like], lanes)
+            self._back = Format.of(*back, fold=like[0][1].numel() // torch.Size(row).numel())
         self._flight: tuple[Any, Tensor, Tensor] | None = None
 
     def wait(self, *before: Tensor) -> list[Tensor]:
@@ -208,6 +220,7 @@ class _Start(Function):
         return torch.empty(0, device=tensors[0].device), *chain(*stayed)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _, *stayed = grads
         landed = iter(ctx.transfer.land_back(stayed))
@@ -223,6 +236,7 @@ class _Wait(Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         transfer = ctx.transfer
         before = transfer.launch_back([g for g, join in zip(grads, transfer.wanted, strict=True) if join])

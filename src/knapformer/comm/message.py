@@ -73,21 +73,22 @@ class Format:
     Args:
         like: (dtype, trailing shape) of each tensor.
         lanes: for stacked tensors, the lane of each; they share columns, so that their rows are equally wide.
+        fold: rows of the message in a row of a tensor: tokens of H heads are H / c rows of c heads.
     """
 
     _made: ClassVar[dict[Any, "Format"]] = {}
 
     @classmethod
-    def of(cls, like: Sequence[Like], lanes: Sequence[int] | None = None) -> "Format":
+    def of(cls, like: Sequence[Like], lanes: Sequence[int] | None = None, fold: int = 1) -> "Format":
         """The one that was made before, if there is one: layers ask for the same ones over and over."""
-        key = tuple(like), None if lanes is None else tuple(lanes)
+        key = tuple(like), None if lanes is None else tuple(lanes), fold
         if key not in cls._made:
             cls._made[key] = cls(*key)
         return cls._made[key]
 
-    def __init__(self, like: Sequence[Like], lanes: Sequence[int] | None = None) -> None:
-        self._like, self._lanes = like, lanes
-        widths = [dtype.itemsize * shape.numel() for dtype, shape in like]
+    def __init__(self, like: Sequence[Like], lanes: Sequence[int] | None = None, fold: int = 1) -> None:
+        self._like, self._lanes, self._fold = like, lanes, fold
+        widths = [dtype.itemsize * shape.numel() // fold for dtype, shape in like]
         padded = [width if lanes or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
         starts = [0] * len(widths) if lanes else [sum(padded[:i]) for i in range(len(widths))]
         self._spans = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
@@ -97,7 +98,7 @@ class Format:
 
     def pack(self, tensors: Sequence[Tensor], side: Side, pool: BufferPool, skip: int = 0) -> Tensor:
         """A message of the tensors' rows, but for the first `skip` of each."""
-        words = [self._words(tensor, i)[skip:] for i, tensor in enumerate(tensors)]
+        words = [self._words(tensor[skip:] if skip else tensor, i) for i, tensor in enumerate(tensors)]
         if self._lanes is None and len(words) == 1 and side.order is None:
             return words[0]  # is the message
         message = pool.take(sum(side.splits), self.width, self.word, tensors[0].device)
@@ -113,6 +114,7 @@ class Format:
 
     def unpack(self, message: Tensor, side: Side, pool: BufferPool, room: int = 0) -> list[Tensor]:
         """The tensors, in memory of their own, behind `room` rows to be filled in each."""
+        room *= self._fold
         if self._lanes is None:
             outputs = []
             for i in range(len(self._like)):
@@ -154,12 +156,13 @@ class Format:
         flat = tensor.detach().contiguous().flatten()
         if flat.storage_offset() * flat.dtype.itemsize % size:
             flat = flat.clone()
-        return flat.view(word).view(len(tensor), width // size)
+        rows = flat.numel() * flat.dtype.itemsize // width if width else len(tensor)
+        return flat.view(word).view(rows, width // size)
 
     def _restore(self, words: Tensor, i: int) -> Tensor:
         """Tensor `i` from its words."""
         dtype, shape = self._like[i]
-        return words.flatten().view(dtype).view(len(words), *shape)
+        return words.flatten().view(dtype).view(len(words), shape.numel() // self._fold)
 
     def _tensors(self, memory: Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """Tensors one after another in `memory`. For autograd none is a view, so that they may be changed in place."""
@@ -167,7 +170,8 @@ class Format:
         for i, count in zip(numbers, counts, strict=True):
             dtype, shape = self._like[i]
             tensor = torch.empty(0, dtype=dtype, device=memory.device)
-            tensors.append(tensor.set_(memory.untyped_storage(), row * shape.numel(), torch.Size((count, *shape))))
+            place = memory.untyped_storage(), row * shape.numel() // self._fold, (count // self._fold, *shape)
+            tensors.append(tensor.set_(*place))  # pyright: ignore[reportCallIssue]
             row += count
         return tensors
 

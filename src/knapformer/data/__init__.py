@@ -6,8 +6,10 @@ name: `knapformer.data.media`. Reading order: `codes`, `trace`, `workloads`; the
 `sampler`.
 """
 
+from knapformer.data.balanced import AheadPlanner, BalancedSampler
 from knapformer.data.codes import DataCode, generate_trace, parse_data_codes
 from knapformer.data.demo import build_demo, demo_loader_groups, demo_media_options
+from knapformer.data.epoch import EpochSampler
 from knapformer.data.grid import Grid, MediaOptions, grid_positions, sample_grid
 from knapformer.data.item import Item
 from knapformer.data.manifest import Manifest, read_manifest, write_manifest
@@ -17,7 +19,10 @@ from knapformer.data.trace import Trace, TraceStep, read_trace, write_trace
 from knapformer.data.workloads import load_workload, preset_names
 
 __all__ = [
+    "AheadPlanner",
+    "BalancedSampler",
     "DataCode",
+    "EpochSampler",
     "Grid",
     "GroupSampler",
     "Item",

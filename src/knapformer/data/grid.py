@@ -134,6 +134,18 @@ def sample_grid(item: Item, options: MediaOptions) -> Grid:
     return Grid(latents // options.temporal_patch, height // options.unit, width // options.unit)
 
 
+def token_pixels(grid: Grid | tuple[int, int, int], options: MediaOptions) -> NDArray[np.int64]:
+    """(num_tokens,) pixels that each token stands for, over all of its frames, in token order.
+
+    The encoder's first latent frame stands for one frame. A picture counts as often as a temporal patch repeats it.
+    """
+    grid = Grid(*grid)
+    frames = np.full(grid.frames * options.temporal_patch, options.vae_temporal, dtype=np.int64)
+    frames[:1] = 1
+    per_token = frames.reshape(grid.frames, options.temporal_patch).sum(axis=1) * options.unit**2
+    return np.repeat(per_token, grid.height * grid.width)
+
+
 def sample_points(item: Item, options: MediaOptions) -> tuple[NDArray[np.float64], bool]:
     """Where to take each frame, and whether that is in time.
 

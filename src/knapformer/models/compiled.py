@@ -34,7 +34,7 @@ def piece(method: Callable[..., Any]) -> Any:
         _mark_rows(args)
         return _compiled(method, backend)(self, *args)
 
-    run.is_piece = True  # pyright: ignore[reportFunctionMemberAccess]
+    run.is_piece = True  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 
@@ -57,7 +57,7 @@ def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
             "collective with @knapformer.models.piece"
         )
     for block in blocks:
-        block.compile_backend = backend
+        block.compile_backend = backend  # pyright: ignore[reportArgumentType]
 
 
 @cache
@@ -69,7 +69,7 @@ def _has_pieces(kind: type) -> bool:
 def _compiled(method: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
     """One function for all blocks of a class, so that they share its graph."""
     # Inductor's folding of constants asks whether sizes are 0, which these do not say.
-    options = {"joint_graph_constant_folding": False} if backend == "inductor" else None
+    options: Any = {"joint_graph_constant_folding": False} if backend == "inductor" else None
     return torch.compile(method, backend=backend, fullgraph=True, options=options)
 
 

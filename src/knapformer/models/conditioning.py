@@ -75,7 +75,8 @@ class _Scale(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad_TD,) = grads
         x_TD, scale_SD, index_T = ctx.saved_tensors
         # Many tokens add up to one row: not in half precision.
         total_SD = torch.zeros_like(scale_SD, dtype=compute_dtype(scale_SD.dtype))

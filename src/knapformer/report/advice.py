@@ -4,7 +4,6 @@ code, and what is wrong with the data. Its sentences and table cells are those o
 It shows the object that `knapformer advise --json` prints and computes nothing of its own.
 """
 
-import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from knapformer.errors import DataError
-from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, new_figure
+from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, inline_svg, new_figure
 
 OURS = ("balanced", "balanced-more")
 """Names of policies that are balanced; others are what one may do today."""
@@ -164,10 +163,10 @@ def advice_page(advice: Mapping[str, Any]) -> str:
 <div class="verdict {verdict["worth"]}">{reasons}</div>
 <h2>The data</h2>
 {_table(heads, [lengths])}<p>{escape(longest_sentence(advice))}</p>
-{_svg(_draw_lengths(advice))}
+{inline_svg(_draw_lengths(advice))}
 <h2>What it costs today, and balanced</h2>
 {_table(*policy_rows(advice))}<ul>{texts}</ul>
-{_svg(_draw_policies(advice))}
+{inline_svg(_draw_policies(advice))}
 <h2>Memory, and the heaviest legal step</h2>
 <p>{escape(memory_sentence(advice))}</p>{_table(*memory_rows(advice))}
 <p>Balanced, a step is too large only for all ranks together; it is then refused on every rank before it starts.</p>
@@ -249,15 +248,3 @@ def _draw_policies(advice: Mapping[str, Any]) -> Any:
     tokens.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     tokens.set_yticks(range(len(names)), names)
     return figure
-
-
-def _svg(figure: Any) -> str:
-    import matplotlib
-
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "knapformer", "svg.fonttype": "none"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]

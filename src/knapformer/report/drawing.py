@@ -1,5 +1,6 @@
 """Figures without a display: one place that needs matplotlib, and the colours of before and after."""
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,16 @@ def save(figure: Any, path: str | os.PathLike[str]) -> Path:
     except (ValueError, OSError) as error:
         raise DataError(f"cannot draw into {str(target)!r}: {error}") from error
     return target
+
+
+def inline_svg(figure: Any) -> str:
+    """A figure as an element of an HTML page: what is black in it has the colour of the text around it."""
+    import matplotlib
+
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "knapformer", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    text = buffer.getvalue().replace("#000000", "currentColor")
+    return text[text.index("<svg") :].replace("<svg", '<svg fill="currentColor"', 1)

@@ -3,6 +3,7 @@
     {"schema": 1, "kind": "run", "name": ..., "environment": {...}, "command": [...], "config": {...}}
     {"schema": 1, "kind": "step", "name": ..., "step": 0, "loss": ..., "seconds": ...}
     ...
+    {"schema": 1, "kind": "failure", "name": ..., "cause": ...}      where the run ended with an error
 
 Lines are written as the run goes, so a killed run leaves a readable record. Several runs may share a file; `name` tells
 their lines apart.
@@ -14,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, TextIO
 from knapformer.errors import DataError
 
 SCHEMA = 1
+_NEEDED = {"run": ("environment", "command", "config"), "step": (), "failure": ("cause",)}
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
@@ -66,6 +68,10 @@ class RecordWriter:
         """One step's values."""
         self._write("step", step=step, **values)
 
+    def failure(self, cause: str) -> None:
+        """Why the run ended before its last step."""
+        self._write("failure", cause=cause)
+
     def _write(self, kind: str, **values: Any) -> None:
         self._file.write(json.dumps({"schema": SCHEMA, "kind": kind, "name": self.name, **values}) + "\n")
         self._file.flush()
@@ -85,11 +91,13 @@ class RunRecord:
         name: its name.
         header: environment, command and config.
         steps: one mapping per step, in order.
+        failures: causes with which it ended; empty for a run that did not fail.
     """
 
     name: str
     header: Mapping[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def column(self, name: str) -> list[Any]:
         """One value of every step. Raises `DataError` if a step lacks it."""
@@ -99,6 +107,12 @@ class RunRecord:
             raise DataError(
                 f"run {self.name!r}: a step has no value {name!r}; it has {sorted(self.steps[0])}"
             ) from None
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """As they are written."""
+        yield {"schema": SCHEMA, "kind": "run", "name": self.name, **self.header}
+        yield from ({"schema": SCHEMA, "kind": "step", "name": self.name, **step} for step in self.steps)
+        yield from ({"schema": SCHEMA, "kind": "failure", "name": self.name, "cause": c} for c in self.failures)
 
 
 def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
@@ -118,16 +132,17 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
             raise DataError(
                 f"{path}, line {number}: not JSON ({error}); a run record has one JSON object per line"
             ) from error
-        if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("kind") not in ("run", "step"):
+        if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("kind") not in tuple(_NEEDED):
             raise DataError(f"{path}, line {number}: not a run record of schema {SCHEMA}")
-        needed = {"name"} | ({"environment", "command", "config"} if record["kind"] == "run" else set())
-        if missing := sorted(needed - record.keys()):
+        if missing := sorted({"name", *_NEEDED[record["kind"]]} - record.keys()):
             raise DataError(f"{path}, line {number}: a run record lacks {', '.join(missing)}")
         name = record["name"]
         if record["kind"] == "run":
-            runs[name] = RunRecord(name, {k: record[k] for k in ("environment", "command", "config")})
+            runs[name] = RunRecord(name, {k: record[k] for k in _NEEDED["run"]})
         elif name not in runs:
-            raise DataError(f"{path}, line {number}: a step of run {name!r} before its header")
+            raise DataError(f"{path}, line {number}: a {record['kind']} of run {name!r} before its header")
+        elif record["kind"] == "failure":
+            runs[name].failures.append(record["cause"])
         else:
             runs[name].steps.append({k: v for k, v in record.items() if k not in ("schema", "kind", "name")})
     return runs

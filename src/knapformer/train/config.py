@@ -18,6 +18,7 @@ from knapformer.data import LoaderGroup, MediaOptions
 from knapformer.errors import SpecError
 from knapformer.models import CrossDiTConfig, MMDiTConfig
 from knapformer.plan import shipped_profiles
+from knapformer.train.loss import LossMode
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +47,8 @@ class DataConfig(_Section, frozen=True):
     max_frames: int | None = 16
     max_text: int = 392
     """Longest caption [tokens]."""
+    clean_frames: int = 0
+    """Leading frames of a clip that are given without noise and carry no loss."""
 
 
 class ModelConfig(_Section, frozen=True):
@@ -98,7 +101,7 @@ class RunConfig(_Section, frozen=True):
 
     steps: int = 20
     seed: int = 0
-    loss: Literal["token", "sample"] = "token"
+    loss: LossMode = "token"
     checkpointing: bool | Literal["keep-attention"] = False
     """Recompute blocks in backward; "keep-attention" keeps attention, with its exchanges, from being run again."""
     compile: bool | str = False

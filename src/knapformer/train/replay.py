@@ -22,8 +22,12 @@ from torch import Tensor
 
 from knapformer.attention import Layout, Segments, choose_kernel
 from knapformer.errors import SpecError
-from knapformer.models import MMDiT
+from knapformer.models import MMDiT, MMDiTConfig
 from knapformer.plan import Placement, attention_exchange
+
+CPU_SHAPE = (256, 4, 1, 1, 16.0)
+FLUX_SHAPE = (3072, 24, 1, 1, 1.0)
+"""Width, heads, double and single blocks, and what lengths are divided by, where the user does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,27 @@ def replay(
         times = [_timed(model, inputs, device, autocast) for _ in range(repeats + 1)]
         seconds.append(median(times[1:]))
     return Replayed(seconds)
+
+
+def replay_model(width: int, num_heads: int, num_double: int, num_single: int, device: torch.device) -> MMDiT:
+    """An MMDiT of this shape to replay with. On a CPU torch is set to one thread."""
+    head_dim = width // num_heads
+    frames = max(2, head_dim // 8 // 2 * 2)  # an eighth of the rotated channels as in FLUX, the rest even
+    rows = (head_dim - frames) // 4 * 2
+    config = MMDiTConfig(
+        in_channels=64,
+        text_channels=64,
+        pooled_channels=64,
+        width=width,
+        num_heads=num_heads,
+        num_double=num_double,
+        num_single=num_single,
+        axes_dims=(head_dim - 2 * rows, rows, rows),
+    )
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # its own time then leaves out what other programs take
+    with device:
+        return MMDiT(config)
 
 
 def scaled(lengths: Sequence[np.ndarray], texts: Sequence[np.ndarray], scale: float) -> tuple[list[Any], list[Any]]:

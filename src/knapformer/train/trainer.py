@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from knapformer.balancer import RoutingStep, SequenceBalancer
+from knapformer.balancer import PackedBatch, RoutingStep, SequenceBalancer
 from knapformer.comm import RankGroup, gather_integers
 from knapformer.data import GroupSampler, Manifest
 from knapformer.data.media import load_item
@@ -24,7 +24,7 @@ from knapformer.data.text import VOCAB_SIZE
 from knapformer.errors import KnapFormerWarning
 from knapformer.models import CrossDiT, CrossDiTConfig, MMDiT, PackedModel
 from knapformer.plan import Cluster, CostModel, Limits
-from knapformer.train.batch import HomeBatch, collate
+from knapformer.train.batch import collate
 from knapformer.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from knapformer.train.config import TrainConfig
 from knapformer.train.meters import StepMeter
@@ -42,6 +42,7 @@ class StepReport:
             the update [s].
         busy_seconds: per rank, time its main thread computed instead of waiting; empty where that is not measured.
         tokens: of the whole batch.
+        rank_tokens: that each rank held after routing.
         modelled_imbalance: max/mean over ranks of modelled load.
         split_traffic, routed_fraction: of the placement.
         plan_seconds: gathering lengths, planning and comparing plans, of the slowest rank, wherever it was done [s].
@@ -53,6 +54,7 @@ class StepReport:
     seconds: float
     busy_seconds: list[float]
     tokens: int
+    rank_tokens: list[int]
     modelled_imbalance: float
     split_traffic: float
     routed_fraction: float
@@ -105,7 +107,7 @@ class Trainer:
                 "recalibrate is ignored: busy time of a rank is measured on CPU only", KnapFormerWarning, stacklevel=2
             )
 
-    def load(self, step: int) -> HomeBatch:
+    def load(self, step: int) -> PackedBatch:
         """What this rank loads for a step, collated and on the CPU."""
         ids = self.sampler.local(step, self._world.rank, self._world.size)
         return collate(
@@ -116,12 +118,13 @@ class Trainer:
             pooled_channels=self.config.model.pooled_channels,
             max_text=self.config.data.max_text,
             joint=self.config.model.kind != "cross",
+            options=self.config.media_options(),
+            clean_frames=self.config.data.clean_frames,
         )
 
-    def step(self, batch: HomeBatch) -> StepReport:
+    def step(self, batch: PackedBatch) -> StepReport:
         """Plan a batch and train on it. Collective."""
-        lens = {"text_lens": batch.text_lens, "context_lens": batch.context_lens}
-        return self._run(lambda: (batch, self.balancer.plan_routing(batch.seq_lens, None, **lens)))
+        return self._run(lambda: (batch, self.balancer.plan_routing(**batch.lengths)))
 
     def fit(self) -> Iterator[tuple[int, StepReport]]:
         """Train to the configured number of steps, resuming and saving as configured; yields each step's report."""
@@ -149,7 +152,7 @@ class Trainer:
                     self.save(run.checkpoints)
                 yield step, report
 
-    def _run(self, take: Callable[[], tuple[HomeBatch, RoutingStep]]) -> StepReport:
+    def _run(self, take: Callable[[], tuple[PackedBatch, RoutingStep]]) -> StepReport:
         """Train on the batch that `take` gives with its step. Collective."""
         config = self.config
         dist.barrier()
@@ -177,6 +180,7 @@ class Trainer:
             seconds=float(seconds[:, 0].max()),
             busy_seconds=seconds[:, 1].tolist() if self.device.type == "cpu" else [],
             tokens=int(measured[:, 4].sum()),
+            rank_tokens=measured[:, 5].tolist(),
             modelled_imbalance=metrics.time_imbalance,
             split_traffic=metrics.split_traffic,
             routed_fraction=metrics.routed_fraction,

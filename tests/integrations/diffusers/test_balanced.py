@@ -11,7 +11,7 @@ pytest.importorskip("diffusers", reason="needs pip install knapformer[diffusers]
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,13 +51,14 @@ def reference(case, model, samples):
     return [out.detach() for out in outputs], grads
 
 
-def shard(model):
+def shard(model, *, half=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for blocks in model.children():
         if isinstance(blocks, torch.nn.ModuleList):
             for block in blocks:
-                fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -98,6 +99,7 @@ def differences(rank, world_size, name, wrong=False):
             "idle ranks": (sharded, {"planner": OneSidedPlanner()}),
             "balanced, ddp": (replicated, {}),
             "idle ranks, ddp": (replicated, {"planner": OneSidedPlanner()}),
+            "bags, bf16": (shard(case.build(dtype), half=True), {"bag_specs": f"g{world_size}n1"}),
         }
         for plan, (model, options) in plans.items():
             if plan == "bags":
@@ -108,13 +110,14 @@ def differences(rank, world_size, name, wrong=False):
             pairs = [*zip(outputs, expected, strict=True), *((grads[key], wanted[key]) for key in wanted)]
             errors[plan] = max(float((a - b).abs().max()) / max(1, float(b.abs().max())) for a, b in pairs)
             tokens[plan] = step.placement.tokens().tolist()
-            if plan == "bags":
+            if "bags" in plan:
                 assert step.placement.split.all()
     return errors, tokens
 
 
 def check(world_size, name):
     for errors, tokens in run_ranks(world_size, differences, name, timeout=240.0):
+        assert 1e-4 < errors.pop("bags, bf16") < 0.3
         assert max(errors.values()) <= 1e-10, errors
         assert tokens["idle ranks"][-1] == 0
         assert max(tokens["balanced"]) < max(tokens["idle ranks"])

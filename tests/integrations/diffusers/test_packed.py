@@ -8,11 +8,16 @@ pytest.importorskip("diffusers", reason="needs pip install knapformer[diffusers]
 
 import torch
 
-from knapformer.integrations.diffusers import pack
+from knapformer import SequenceBalancer
+from knapformer.integrations.diffusers import adapt, pack
 from tests.integrations.diffusers.families import CASES, exact, loss
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 VISIBLE = 1e-3
+ONE_EACH = [
+    *("flux-dev", "flux2", "sd3.5-medium", "qwen-image", "hunyuan-video"),
+    *("cogvideox-5b", "wan", "ltx-video", "z-image"),
+]
 
 
 def gradients(model, total):
@@ -59,6 +64,28 @@ def test_packed_equals_alone(name, dtype):
             assert error(grad, wanted[key]) <= TOLERANCE[dtype], key
 
 
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_bf16_is_as_close_to_fp64_as_diffusers_bf16(name, tmp_path):
+    """Loaded from a file, so that what a family keeps in fp32 is in fp32."""
+    case = CASES[name]
+    exact_model = case.build(torch.float64)
+    samples = case.samples(exact_model, torch.float64)
+    with torch.no_grad(), exact():
+        wanted = [case.alone(exact_model, sample) for sample in samples]
+    case.build().save_pretrained(tmp_path)
+    model = adapt(type(exact_model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16))
+    half = case.samples(model, torch.bfloat16)
+    with torch.no_grad():
+        alone = [case.alone(model, sample) for sample in half]
+        outputs, _ = packed(model, half)
+    assert {out.dtype for out in outputs} == {torch.bfloat16}
+
+    def worst(got):
+        return max(error(a.double(), b) for a, b in zip(got, wanted, strict=True))
+
+    assert 0 < worst(outputs) <= 2 * worst(alone)
+
+
 def shift_positions(inputs):
     """One token's place too far, so that neighbours swap and text meets other distances."""
     inputs.positions = inputs.positions.roll(1, 0)
@@ -82,12 +109,6 @@ def leak(inputs):
 
     assert attend is not None
     inputs.layout.attend = attend_all
-
-
-ONE_EACH = [
-    *("flux-dev", "flux2", "sd3.5-medium", "qwen-image", "hunyuan-video"),
-    *("cogvideox-5b", "wan", "ltx-video", "z-image"),
-]
 
 
 @pytest.mark.parametrize("change", [shift_positions, swap_times, swap_texts, leak], ids=lambda f: f.__name__)
@@ -131,3 +152,18 @@ def test_targets_are_in_the_order_of_outputs(name):
     tokens = sum(grid[0] * grid[1] * grid[2] for grid in batch.grids)
     clean = sum(0 if sample.clean is None else int(sample.clean.sum()) for sample in samples)
     assert int(inputs.loss_mask.sum()) == tokens - clean
+
+
+def test_a_prefetched_batch():
+    """Packed in the loader, planned ahead."""
+    case = CASES["wan"]
+    model = case.build()
+    samples = case.samples(model)
+    loader = [pack(model, samples[:2]), pack(model, samples[2:])]
+    got = []
+    with torch.no_grad():
+        for batch, step in SequenceBalancer().prefetch(loader):
+            inputs = batch.route(step)
+            got += batch.unpack(model, model(inputs), inputs, step)
+        expected = [case.alone(model, sample) for sample in samples]
+    assert max(error(a, b) for a, b in zip(got, expected, strict=True)) < 1e-5

@@ -121,9 +121,9 @@ def pack(
     """
     family, inner = family_of(model), bare(model)
     widths, padding = family.widths(inner), TextPadding.parse(text_padding)
-    like = next(inner.parameters())
-    kind = dtype or (like.dtype if like.dtype.is_floating_point else torch.float32)
-    where = torch.device(device or like.device)
+    # diffusers' own notion of a model's dtype passes over the parts that stay in fp32.
+    kind = dtype or (inner.dtype if inner.dtype.is_floating_point else torch.float32)
+    where = torch.device(device or next(inner.parameters()).device)
     parts = [_pack_one(family, inner, widths, sample, padding, targets=targets) for sample in samples]
 
     def joined(name: str, width: int | None, of: torch.dtype) -> Tensor:
@@ -173,7 +173,7 @@ def _pack_one(
     num_tokens = num_text + len(image)
     if sample.positions is not None and not family.own_positions:
         raise DataError(f"{family.model_class} counts positions itself; a sample must bring none")
-    positions = family.positions(model, grid, text_at) if sample.positions is None else sample.positions
+    positions = family.positions(model, grid, text_at.cpu()) if sample.positions is None else sample.positions
     found = {"text": text, "latent": image, "positions": positions}
     wanted = {"text": (len(text), widths.text), "latent": (len(image), widths.image)}
     wanted["positions"] = num_tokens, widths.axes
