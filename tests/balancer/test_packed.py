@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused():
         PackedBatch({"x": torch.zeros(4), "y": torch.zeros(3)})
     with pytest.raises(DataError, match=r"vectors 'time' has shape \(\); its lengths want 1 rows"):
         PackedBatch({"x": torch.zeros(4)}, {"time": torch.tensor(0.5)})
-    with pytest.raises(DataError, match="context 'text'.* want 2 rows"):
+    with pytest.raises(DataError, match=r"context 'text'.* want 2 rows"):
         PackedBatch({"x": torch.zeros(4)}, context={"text": torch.zeros(3)}, context_lens=[2])
     with pytest.raises(DataError, match="needs tensors of tokens"):
         PackedBatch({})

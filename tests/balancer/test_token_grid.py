@@ -33,7 +33,8 @@ def results(rank, token_grid, planner, breaks=""):
     model = MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2))).double()
     step = SequenceBalancer(cost=COST, planner=planner, token_grid=token_grid).plan_routing(lens, text_lens=text_lens)
     layout = step.layout
-    shards, x, (txt,) = step.route(normal[0], [normal[1]])
+    shards, x, features = step.route(normal[0], [normal[1]])
+    (txt,) = features or []
     assert sum(shards) == len(x) - len(layout.padding)
     assert not x[~layout.token_mask].any()
     assert layout.cu_seqlens[-1] == len(x) == layout.num_tokens

@@ -31,6 +31,8 @@ axes_dims = [4, 6, 6]
 steps = 3
 record = "{record}"
 checkpoints = "{checkpoints}"
+tensorboard = "{folder}/board"
+timeline = "{folder}/timeline"
 """
 
 
@@ -42,7 +44,9 @@ def config(tmp_path: Path) -> Path:
     for i, size in enumerate([(64, 48), (16, 16), (32, 80), (48, 48)]):
         Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(folder / f"{i}.png")
     path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(record=tmp_path / "record.jsonl", checkpoints=tmp_path / "checkpoints"))
+    path.write_text(
+        CONFIG.format(record=tmp_path / "record.jsonl", checkpoints=tmp_path / "checkpoints", folder=tmp_path)
+    )
     return path
 
 
@@ -52,6 +56,7 @@ def test_train_starts_ranks_and_goes_on_under_torchrun(config: Path, tmp_path: P
     first = read_records(tmp_path / "record.jsonl")["train"]
     assert [step["step"] for step in first.steps] == [0, 1, 2]
     assert all(np.isfinite(first.column("loss")))
+    assert_tracked(tmp_path, first.column("loss"))
     config.write_text(config.read_text().replace("steps = 3", "steps = 5"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["-m", "knapformer.cli.main", "train", str(config), "--device", "cpu"]
@@ -61,6 +66,19 @@ def test_train_starts_ranks_and_goes_on_under_torchrun(config: Path, tmp_path: P
     resumed = read_records(tmp_path / "record.jsonl")["train"]  # the newest run of that name
     assert [step["step"] for step in resumed.steps] == [3, 4]
     assert resumed.steps[0]["loss"] != first.steps[0]["loss"]
+
+
+def assert_tracked(folder: Path, losses: list[float]) -> None:
+    """TensorBoard has the record's losses; each rank's timeline has its exchanges."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "board")).Reload()
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx(losses)
+    for rank in (0, 1):
+        events = json.loads((folder / "timeline" / f"rank{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        assert {"exchange: send", "exchange: wait", "exchange: wait, backward"} <= names
+        assert any("all_to_all" in name or "alltoall" in name for name in names)
 
 
 def test_train_names_what_is_wrong(config: Path) -> None:

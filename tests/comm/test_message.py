@@ -164,7 +164,7 @@ def partly_differentiable(rank, world_size, needs):
     table = attention_exchange(placement, rank)
     rows, keys = table.out.num_target_rows, int(table.k_lens.sum())
     device_table = DeviceExchange.of(
-        table.qkv, CPU, source_rows=(rows,) * 3, target_rows=(int(table.q_lens.sum()), keys, keys)
+        table.qkv, CPU, source_rows=((rows,) * 3,), target_rows=((int(table.q_lens.sum()), keys, keys),)
     )
     tensors = [torch.ones(rows, 2, dtype=torch.float64, requires_grad=n) for n in needs]
     outputs = start_exchange(tensors, device_table, RankGroup.of()).wait()

@@ -114,6 +114,29 @@ def test_a_budget_of_tokens(lengths: list[int], most: int) -> None:
     assert sampler.epoch == 1
 
 
+def test_eight_clips_on_one_rank_and_a_picture_on_another_are_equally_many_steps() -> None:
+    # Ranks that cut their own samples into micro-batches would have 4 and 1; here steps are of the whole batch.
+    lengths = [32_760] * 8 + [1560]
+    for world_size in (1, 2, 5):
+        ranks = on_all_ranks(world_size, 9, max_tokens=2 * 32_760, lengths=lengths)
+        found = steps(ranks)  # raises if ranks differ in their number of steps
+        assert sorted(flat(found)) == list(range(9))
+        assert all(sum(lengths[s] for s in joined(step)) <= 2 * 32_760 for step in found)
+
+
+def test_fingerprint() -> None:
+    ranks = on_all_ranks(3, 12, 4, lengths=range(1, 13))
+    assert len({sampler.fingerprint() for sampler in ranks}) == 1
+    others = [
+        EpochSampler(12, 5, lengths=range(1, 13), world_size=3),
+        EpochSampler(12, 4, lengths=range(2, 14), world_size=3),
+        EpochSampler(12, 4, lengths=range(1, 13), world_size=3, seed=1),
+        EpochSampler(12, 4, lengths=range(1, 13), world_size=2),
+    ]
+    ranks[1].advance()
+    assert len({sampler.fingerprint() for sampler in [*ranks[:2], *others]}) == 6
+
+
 def test_as_batch_sampler_of_a_data_loader() -> None:
     data = pytest.importorskip("torch.utils.data")
     for num_workers in (0, 1):
@@ -136,7 +159,7 @@ def test_bad_settings() -> None:
         EpochSampler(3, 1, rank=2, world_size=2)
     with pytest.raises(SpecError, match="needs the lengths"):
         EpochSampler(3, max_tokens=5)
-    with pytest.raises(SpecError, match=r"must be \(3,\)"):
+    with pytest.raises(SpecError, match="one entry for each of 3"):
         EpochSampler(3, max_tokens=5, lengths=[1, 2])
     good = EpochSampler(3, 1).state_dict()
     for change in ({"taken": 3}, {"taken": -1}, {"epoch": -1}, {"seed": 1.0}, {"step": 1}):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from knapformer.plan import Cluster, CostModel, Placement, Sequences, attention_exchange, make_planner, token_exchange
 from knapformer.plan.attention import head_group
@@ -12,6 +13,7 @@ from knapformer.plan.exchange import apply
 from tests.plan.strategies import placements
 
 HEAD_DIM = 3
+COST_24 = replace(CostModel.from_shapes(64, 4), num_heads=24)
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -32,27 +34,33 @@ def by_sequence(placement: Placement, qkv: list[np.ndarray]) -> list[np.ndarray]
     return out
 
 
-def by_placement(placement: Placement, qkv: list[np.ndarray], *, broken: bool = False) -> list[np.ndarray]:
+def by_placement(
+    placement: Placement, qkv: list[np.ndarray], *, num_parts: int = 1, broken: bool = False
+) -> list[np.ndarray]:
     """Route, exchange, attend in segments, exchange back, route back."""
     world, heads = placement.world_size, placement.num_heads
     route = [token_exchange(placement, r) for r in range(world)]
     routed = [apply(route, [x[i] for x in qkv]) for i in range(3)]
-    tables = [attention_exchange(placement, r) for r in range(world)]
+    tables = [attention_exchange(placement, r, num_parts=num_parts) for r in range(world)]
     c = tables[0].head_group
-    assert all(t.head_group == c for t in tables)
+    assert all(t.head_group == c and t.num_parts == num_parts for t in tables)
     whole = [len(routed[0][r]) - tables[r].num_split_tokens for r in range(world)]
     rows = [np.concatenate([routed[i][r][whole[r] :].reshape(-1, c, HEAD_DIM) for i in range(3)]) for r in range(world)]
     segments = apply([t.qkv for t in tables], rows)
     outputs = []
     for table, buffer in zip(tables, segments, strict=True):
-        num_q, num_k = int(table.q_lens.sum()), int(table.k_lens.sum())
-        q, k, v = np.split(buffer, [num_q, num_q + num_k])
-        out, i, j = np.zeros_like(q), 0, 0
-        for nq, nk in zip(table.q_lens.tolist(), table.k_lens.tolist(), strict=True):
-            for h in range(c):
-                out[i : i + nq, h] = attend(q[i : i + nq, h], k[j : j + nk, h], v[j : j + nk, h])
-            i, j = i + nq, j + nk
-        outputs.append(out[::-1] if broken else out)
+        parts, at = [np.zeros((0, c, HEAD_DIM))], 0
+        for q_lens, k_lens in table.segment_lens():
+            num_q, num_k = int(q_lens.sum()), int(k_lens.sum())
+            q, k, v = np.split(buffer[at : at + num_q + 2 * num_k], [num_q, num_q + num_k])
+            out, i, j = np.zeros_like(q), 0, 0
+            for nq, nk in zip(q_lens.tolist(), k_lens.tolist(), strict=True):
+                for h in range(c):
+                    out[i : i + nq, h] = attend(q[i : i + nq, h], k[j : j + nk, h], v[j : j + nk, h])
+                i, j = i + nq, j + nk
+            parts.append(out[::-1] if broken else out)
+            at += num_q + 2 * num_k
+        outputs.append(np.concatenate(parts))
     back = apply([t.out for t in tables], outputs)
     result = []
     for r in range(world):
@@ -75,11 +83,23 @@ def random_qkv(placement: Placement) -> list[np.ndarray]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(placements())
-def test_any_placement_gives_the_attention_of_whole_sequences(placement: Placement) -> None:
+@given(placements(), st.sampled_from([1, 2, 4]))
+def test_any_placement_gives_the_attention_of_whole_sequences(placement: Placement, num_parts: int) -> None:
     qkv = random_qkv(placement)
-    for expected, got in zip(by_sequence(placement, qkv), by_placement(placement, qkv), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-12)
+    got = by_placement(placement, qkv, num_parts=num_parts)
+    for expected, found in zip(by_sequence(placement, qkv), got, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_every_part_has_a_share_of_each_ranks_rows() -> None:
+    placement = make_planner("bags", "g4n1")(Sequences.from_ranks([[40], [9], [], [16]]), Cluster(4), COST_24)
+    assert head_group(placement) == 6 and head_group(placement, 2) == 3 and head_group(placement, 4) == 1
+    for rank in range(4):
+        table = attention_exchange(placement, rank, num_parts=2)
+        rows = [int(queries.sum()) for queries, _ in table.segment_lens()]
+        assert rows[0] == rows[1] > 0
+        sent = table.qkv.input_split_sizes.reshape(2, 4)
+        assert (sent[0] == sent[1]).all()
 
 
 def test_the_comparison_can_fail() -> None:

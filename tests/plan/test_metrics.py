@@ -143,6 +143,7 @@ def test_to_json_has_every_figure() -> None:
     assert list(data) == [
         "time_imbalance", "token_imbalance", "attention_imbalance", "gap", "split_traffic", "cross_node_traffic",
         "routed_fraction", "split_sequences", "makespan", "lower_bound", "step_over_ideal", "step_over_ideal_overlap",
+        "padding_tokens",
     ]  # fmt: skip
     assert {type(value) for value in data.values()} == {int, float}
 

@@ -72,7 +72,8 @@ def on_ranks(rank, world_size, mode, wrong):
     ]
     batch = PackedBatch.join(mine, like=like)
     found = []
-    for planner in ("local", "balanced", f"g{world_size}n1"):
+    bags = [f"g{size}n{world_size // size}" for size in (2, world_size) if world_size % size == 0]
+    for planner in ("local", "balanced", *bags):
         options = {"bag_specs": planner} if planner[0] == "g" else {"planner": planner}
         step = SequenceBalancer(cost=CostModel.from_shapes(6, 1), **options).plan_routing(**batch.lengths)
         weights = loss_weights(batch.seq_lens, batch.tokens["pixels"], mode)
@@ -116,6 +117,30 @@ def test_modes_by_hand():
             assert torch.allclose(got.double(), expected.double(), rtol=1e-6)
     by_sample = loss_weights(LENS, FLAT, "sample")
     assert [float(w.sum()) for w in by_sample.split(LENS)] == pytest.approx([0.25, 0.25, 0, 0.25, 0.25])
+
+
+def reported(rank, world_size):
+    """Mixes on ranks that a mean of means gets wrong: weights of each sample, on 2 ranks."""
+    token = {"5 tokens and 1": [[5], [1]][rank], "100 tokens each": [[100], [100]][rank]}
+    found = {name: loss_weights(lens, torch.ones(sum(lens)), "token") for name, lens in token.items()}
+    mixed = [[1] * 130, [65, 65]][rank]
+    found["130 pictures and 2 clips"] = loss_weights(mixed, torch.ones(130), "sample")
+    clip = torch.arange(21 * 1560) >= 1560  # of 21 latent frames the first is a condition
+    lens, pixels = [([21 * 1560], clip.long()), ([1560], torch.ones(1560))][rank]
+    found["condition and picture"] = loss_weights(lens, pixels, "token")
+    return {name: (float(w.double().sum()), float(w.max())) for name, w in found.items()}
+
+
+def test_reported_rank_mixes():
+    first, second = run_ranks(2, reported)
+    for name, parts in {
+        "5 tokens and 1": (5 / 6, 1 / 6),  # not one half each
+        "100 tokens each": (1 / 2, 1 / 2),  # a loss of 1 on every token is a loss of 1, on any number of ranks
+        "130 pictures and 2 clips": (130 / 132, 2 / 132),  # not one half each, 65 times as much for a clip
+        "condition and picture": (20 / 21, 1 / 21),
+    }.items():
+        assert (first[name][0], second[name][0]) == pytest.approx(parts, rel=1e-5)
+    assert first["5 tokens and 1"][1] == second["5 tokens and 1"][1]
 
 
 def test_a_batch_without_a_loss_and_without_tokens():

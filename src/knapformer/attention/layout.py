@@ -239,22 +239,22 @@ class Layout:
         if self._split_attention is None:
             return kernel(q_THK, k_THK, v_THK, first, scale)
         split = self._split_attention(q_THK.shape[1])
-        if self.num_whole_tokens == 0:
-            q, k, v = split.send(q_THK, k_THK, v_THK).wait()
-            (o,) = split.give_back(kernel(q, k, v, split.segments, scale)).wait()
-            return split.tokens(o)
         # Rows of whole sequences stay: the exchange hands them out, and puts what comes of them before what returns.
-        sent = split.send(q_THK, k_THK, v_THK, stay=(first.num_q, second.num_q))
+        whole = (first, second) if self.num_whole_tokens else ()
+        sent = split.send(q_THK, k_THK, v_THK, stay=[part.num_q for part in whole])
+        arriving = (sent.wait() for _ in split.segments)
+        if not whole:
+            (o,) = split.attend(kernel, arriving, scale).wait()
+            return split.tokens(o)
         (q_1, q_2), (k_1, k_2), (v_1, v_2) = sent.stayed
         if self._overlap:
             o_1 = kernel(q_1, k_1, v_1, first, scale)
-            q, k, v = sent.wait()
-            returned = split.give_back(kernel(q, k, v, split.segments, scale))
+            returned = split.attend(kernel, arriving, scale)
             o_2 = kernel(q_2, k_2, v_2, second, scale)
         else:
-            q, k, v = sent.wait()
+            arrived = list(arriving)
             o_1, o_2 = kernel(q_1, k_1, v_1, first, scale), kernel(q_2, k_2, v_2, second, scale)
-            returned = split.give_back(kernel(q, k, v, split.segments, scale))
+            returned = split.attend(kernel, arrived, scale)
         (o,) = returned.wait(split.rows(o_1), split.rows(o_2))
         return split.tokens(o)
 

@@ -3,17 +3,19 @@
     q, k, v of split tokens --one all-to-all--> segments --kernel--> outputs --one all-to-all--> split tokens
 
 The tables (`knapformer.plan.attention`) carry every pattern: whole heads, uneven heads, parts of a head's queries.
-Sending and giving back return a transfer under way, so that a caller puts other work before it waits.
+Sending and attending return a transfer under way, so that a caller puts other work before it waits. Where a rank has
+too little of that, split attention goes in parts, each with an all-to-all of its own there and back: while one is
+computed, the next arrives and the last one's outputs return.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from knapformer.attention.kernels import Segments
+from knapformer.attention.kernels import Kernel, Segments
 from knapformer.comm import DeviceExchange, RankGroup, Transfer, start_exchange
 from knapformer.plan import AttentionExchange
 
@@ -25,27 +27,26 @@ class SplitAttention:
     group: RankGroup
     qkv: DeviceExchange
     out: DeviceExchange
-    segments: Segments
+    segments: tuple[Segments, ...]
     num_heads: int
     head_group: int
 
     @classmethod
     def of(cls, table: AttentionExchange, num_heads: int, group: RankGroup, device: torch.device) -> Self:
-        num_rows, num_queries = table.out.num_target_rows, table.out.num_source_rows
-        num_keys = (table.qkv.num_target_rows - num_queries) // 2
+        rows, queries = table.out.num_target_rows, table.q_rows.tolist()
+        arriving = [(q, k, k) for q, k in zip(queries, table.k_rows.tolist(), strict=True)]
+        leaving = [(q,) for q in queries] if len(queries) > 1 else ((),)
         return cls(
             group,
-            DeviceExchange.of(
-                table.qkv, device, source_rows=(num_rows,) * 3, target_rows=(num_queries, num_keys, num_keys)
-            ),
-            DeviceExchange.of(table.out, device),
-            Segments.of(table.q_lens, table.k_lens, device),
+            DeviceExchange.of(table.qkv, device, source_rows=((rows,) * 3,), target_rows=arriving),
+            DeviceExchange.of(table.out, device, source_rows=leaving),
+            tuple(Segments.of(q, k, device) for q, k in table.segment_lens()),
             num_heads,
             table.head_group,
         )
 
     def send(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, stay: Sequence[int] = ()) -> Transfer:
-        """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of this rank's segments.
+        """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of segments, part by part.
 
         Args:
             q_THK, k_THK, v_THK: of split tokens, and before them of parts that stay: `Transfer.stayed`.
@@ -54,8 +55,17 @@ class SplitAttention:
         row = self.head_group, q_THK.shape[2]
         return start_exchange([q_THK, k_THK, v_THK], self.qkv, self.group, stay=stay, row=row)
 
+    def attend(self, kernel: Kernel, arriving: Iterable[list[Tensor]], scale: float | None) -> Transfer:
+        """Attention of this rank's segments, part by part as q, k and v arrive; the outputs are under way."""
+        parts = zip(self.segments, arriving, strict=True)
+        outputs = (kernel(q, k, v, segments, scale) for segments, (q, k, v) in parts)
+        returned = self.give_back(next(outputs))
+        for o in outputs:
+            returned.send([o])
+        return returned
+
     def give_back(self, o: Tensor) -> Transfer:
-        """(rows, head_group, K) outputs of this rank's segments; arrives as rows of this rank's split tokens."""
+        """(rows, head_group, K) outputs of the first part; all parts arrive as rows of this rank's split tokens."""
         return start_exchange([o], self.out, self.group)
 
     def rows(self, x_THK: Tensor) -> Tensor:

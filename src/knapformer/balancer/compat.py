@@ -99,7 +99,7 @@ class OriginalSurface:
             x.reshape(x.shape[0] * split.head_group // bag_heads, bag_heads, x.shape[2])
             for x in split.send(q_THK, k_THK, v_THK).wait()
         )
-        return split.segments.cu_q.diff(), mark(q, step), mark(k, step), mark(v, step)
+        return split.segments[0].cu_q.diff(), mark(q, step), mark(k, step), mark(v, step)
 
     def post_attn(self, o_LhK: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `pre_attn` for attention outputs: (full sequences, H / g, K) -> (tokens here, H, K)."""

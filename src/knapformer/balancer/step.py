@@ -31,6 +31,7 @@ from knapformer.plan import (
     token_exchange,
 )
 from knapformer.plan.placement import per_rank
+from knapformer.plan.predict import predict
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +207,11 @@ class RoutingStep:
         here = (rows.rank >= ranks.start) & (rows.rank < ranks.stop)
         return bool(self.placement.split[rows.seq[here]].any())
 
+    @cached_property
+    def _attention_parts(self) -> int:
+        """Parts that split attention goes in, so that one travels while another is computed: the same on all ranks."""
+        return predict(self.placement, self.cluster, self.cost).num_parts if self.overlap else 1
+
     def _split_attention(self, num_heads: int, *, token_major: bool = False) -> SplitAttention:
         """Tables for a number of heads, made when a layer first asks and kept for the step."""
         if (num_heads, token_major) not in self._split_tables:
@@ -217,7 +223,8 @@ class RoutingStep:
         return {}
 
     def _make_split_attention(self, num_heads: int, token_major: bool) -> SplitAttention:
-        table = attention_exchange(self.placement.with_num_heads(num_heads), self.rank, token_major=token_major)
+        placement, parts = self.placement.with_num_heads(num_heads), 1 if token_major else self._attention_parts
+        table = attention_exchange(placement, self.rank, num_parts=parts, token_major=token_major)
         ranks = self.attention_ranks
         table = replace(table, qkv=table.qkv.narrow(ranks), out=table.out.narrow(ranks))
         return SplitAttention.of(table, num_heads, self.attention_group, self.device)

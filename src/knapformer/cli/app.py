@@ -37,6 +37,11 @@ app.command(
     name="calibrate",
     help="Measure what a layer costs on this device and fit a cost model to it.",
 )
+app.command(
+    "knapformer.cli.selfcheck:selfcheck_command",
+    name="selfcheck",
+    help="Compare balanced with unbalanced outputs and gradients, of one's own model on this machine.",
+)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -4,7 +4,8 @@ import json
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,15 +60,17 @@ def experiment(
     elif name == "torchrun":
         _torchrun(store, arguments, as_json)
     else:
+        run_one = _engine(plan, name)
         with store.locked():
             cells = store.prepare()
             with _progress(store, cells, quiet=as_json) as on_step:
-                run_cells(store, cells, _engine(plan, name), on_step=on_step)
+                run_cells(store, cells, run_one, on_step=on_step)
         _finish(store, as_json)
 
 
 def write_reports(store: Store) -> dict[str, Any]:
     """Write report.html and report.md of what the run directory holds; returns the report."""
+    store.tidy()
     runs = read_runs([store.folder])
     data = report_data(runs, f"{store.grid.name}, {store.engine}")
     write_text(store.folder / "report.html", report_page(data, grouped(runs)))
@@ -90,10 +93,10 @@ def _engine(grid: Grid, name: str) -> Engine:
 
 def _torchrun(store: Store, arguments: list[str], as_json: bool) -> None:
     """Join the launch that this process is a rank of, or start one on this machine."""
-    from knapformer.experiments.launch import check_ranks, inside_launch, rank_environment, torchrun_command
+    from knapformer.experiments.launch import check_ranks, current_launch, rank_environment, torchrun_command
     from knapformer.experiments.trained import prepare_data
 
-    if inside_launch():
+    if current_launch():
         import torch
 
         from knapformer.cli.launch import run_on_ranks
@@ -126,12 +129,12 @@ def _train_on_rank(device: Any, store: Store) -> None:
     """One rank of a launch. Collective."""
     import torch.distributed as dist
 
-    from knapformer.experiments.launch import restarted
+    from knapformer.experiments.launch import current_launch
     from knapformer.experiments.trained import train_cells
 
     first = dist.get_rank() == 0
     with _progress(store, list(store.grid.cells()), quiet=not first) as on_step:
-        train_cells(device, store, restarted(), on_step)
+        train_cells(device, store, current_launch(), on_step)
     if first:
         write_reports(store)
 
@@ -171,23 +174,14 @@ def _simulate(grid: Grid, cell: Cell) -> Sequence[str]:
             "--seed", str(cell.seed)]  # fmt: skip
 
 
-class _progress:  # noqa: N801
-    """A bar over the steps of the cells to run, with the time that is left; gives the function to call at each step."""
-
-    def __init__(self, store: Store, cells: Sequence[Cell], *, quiet: bool) -> None:
-        self.steps, self.place = store.grid.steps, {cell: number for number, cell in enumerate(cells)}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True))
-        self.task = self.bar.add_task(store.grid.name, total=len(cells) * self.steps)
-
-    def __enter__(self) -> Callable[[Cell, int], None]:
-        self.bar.start()
-        return lambda cell, step: self.bar.update(
-            self.task, completed=self.place[cell] * self.steps + step, description=cell.name
-        )
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+@contextmanager
+def _progress(store: Store, cells: Sequence[Cell], *, quiet: bool) -> Iterator[Callable[[Cell, int], None]]:
+    """A bar over the steps of the cells, with the time that is left; gives the function to call at each step."""
+    steps, place = store.grid.steps, {cell: number for number, cell in enumerate(cells)}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=quiet, console=Console(stderr=True)) as bar:
+        task = bar.add_task(store.grid.name, total=len(cells) * steps)
+        yield lambda cell, step: bar.update(task, completed=place[cell] * steps + step, description=cell.name)
 
 
 def _finish(store: Store, as_json: bool, *, expected: bool = False) -> None:

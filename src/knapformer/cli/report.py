@@ -16,7 +16,7 @@ from knapformer.report.pages import report_markdown, report_page, write_text
 from knapformer.report.records import RunRecord, read_records
 from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table
 
-_IN_TERMINAL = ("step_seconds", "tokens_per_second", "hfu", "imbalance", "split_traffic", "speedup")
+_IN_TERMINAL = ("step_seconds", "hfu", "imbalance", "split_traffic", "speedup")
 """What fits 80 columns; files and --json have all."""
 
 
@@ -76,11 +76,12 @@ def print_report(data: dict[str, Any]) -> None:
     for group in data["groups"]:
         columns = [c for c in COLUMNS if c[0] in _IN_TERMINAL] if "baseline" in group else COMPARED
         heads, rows = table(group, columns)
-        drawn = Table(title=group["title"], title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        plain = {"title_justify": "left", "box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
+        drawn = Table(title=group["title"], padding=(0, 1, 0, 0), **plain)
         for head in heads:
             drawn.add_column(head, justify="left" if head == "planner" else "right", no_wrap=True)
         for cells in rows:
             drawn.add_row(*(escape(cell) for cell in cells))
-        console.print(drawn)
+        console.print(drawn, "")
     for failure in data.get("failures", ()):
-        console.print(f"[bold red]failed:[/] {escape(failure['run'])}: {escape(failure['cause'])}")
+        console.print(f"[bold red]failed:[/] {escape(failure['run'])}: {escape(failure['cause'])}", soft_wrap=True)

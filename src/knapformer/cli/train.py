@@ -10,6 +10,8 @@ from knapformer.cli.launch import run_on_ranks
 from knapformer.data import GroupSampler, read_manifest
 from knapformer.report import RecordWriter
 from knapformer.train import StepReport, TrainConfig, Trainer, read_config
+from knapformer.train.timeline import timeline
+from knapformer.train.trackers import scalars, tensorboard
 
 
 def train(config: Path, *, ranks: int | None = None, device: str | None = None) -> None:
@@ -50,14 +52,18 @@ def status(report: StepReport) -> str:
 
 def _train(device: torch.device, config: TrainConfig) -> None:
     trainer = Trainer(config, read_manifest(config.data.manifest), device)
-    writer = None
+    writer = tracker = None
     if dist.get_rank() == 0:
+        tracker = tensorboard(config.train.tensorboard) if config.train.tensorboard else None
         writer = RecordWriter(
             config.train.record, "train", config.to_json(), f"{device.type} x {dist.get_world_size()}"
         )
-    with progress_bar() as progress:
+    with progress_bar() as progress, timeline(config.train.timeline, dist.get_rank()) as next_step:
         task = progress.add_task("training", total=config.train.steps, status="")
         for step, report in trainer.fit():
             progress.update(task, completed=step + 1, status=status(report))
             if writer:
                 writer.step(step, **report.to_json())
+            if tracker:
+                tracker(step, scalars(report))
+            next_step()

@@ -14,6 +14,7 @@ from knapformer.data.grid import Grid, MediaOptions, grid_positions, sample_grid
 from knapformer.data.item import Item
 from knapformer.data.manifest import Manifest, read_manifest, write_manifest
 from knapformer.data.sampler import GroupSampler, LoaderGroup, loader_ranks
+from knapformer.data.shards import Shards
 from knapformer.data.text import detokenize, pooled_features, tokenize
 from knapformer.data.trace import Trace, TraceStep, read_trace, write_trace
 from knapformer.data.workloads import load_workload, preset_names
@@ -29,6 +30,7 @@ __all__ = [
     "LoaderGroup",
     "Manifest",
     "MediaOptions",
+    "Shards",
     "Trace",
     "TraceStep",
     "build_demo",

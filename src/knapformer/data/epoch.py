@@ -16,6 +16,7 @@ For `DataLoader(dataset, batch_sampler=sampler, collate_fn=...)`; the collate fu
 only.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -125,6 +126,12 @@ class EpochSampler:
                 f"taken from 0 to {self.num_samples - 1}, the samples of this data set but one"
             )
         self.seed, self.epoch, self.taken = state["seed"], state["epoch"], state["taken"]
+
+    def fingerprint(self) -> str:
+        """A short digest of what all ranks must agree on: ranks that differ in it see other samples."""
+        told = (self.num_samples, self.batch, self.max_tokens, self.world_size, self.state_dict())
+        lengths = b"" if self._lengths is None else self._lengths.astype("<i8").tobytes()
+        return hashlib.blake2b(repr(told).encode() + lengths, digest_size=8).hexdigest()
 
     def _order(self) -> Int64:
         key = self.seed, self.epoch

@@ -6,7 +6,7 @@ CMYK, and transparency (laid over white). The EXIF orientation is applied.
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ def _pillow() -> Any:
     return PIL
 
 
-def image_size(path: Path) -> tuple[int, int, bool]:
+def image_size(path: Path | BinaryIO) -> tuple[int, int, bool]:
     """Width and height as displayed [pixels], and whether the file is an animation. Raises `DataError`.
 
     Reads the header only, except of a PNG, which may keep its orientation behind the pixels.
@@ -46,7 +46,7 @@ def image_size(path: Path) -> tuple[int, int, bool]:
     return width, height, moving
 
 
-def read_image(path: Path) -> Any:
+def read_image(path: Path | BinaryIO) -> Any:
     """The picture as a `PIL.Image` in RGB. Raises `DataError` naming the file if it does not decode."""
     pillow = _pillow()
     try:

@@ -1,7 +1,7 @@
 """Manifests: which pictures and clips a data set has, with captions and sizes. No torch, no pixels.
 
 A data set is a folder (searched recursively; the caption of `cat.jpg` is in `cat.txt` beside it, else it is the name
-`cat`) or a JSONL file, one object a line:
+`cat`), a Parquet file with these columns, or a JSONL file, one object a line:
 
     {"path": "clips/a.mp4", "caption": "A fox runs.", "start": 2.0, "end": 5.5, "fps": 8, "source": "clips"}
 
@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from knapformer.data.images import image_size
 from knapformer.data.item import Item, Kind
 from knapformer.data.video import probe_clip
-from knapformer.errors import DataError, KnapFormerWarning, SpecError
+from knapformer.errors import BackendUnavailableError, DataError, KnapFormerWarning, SpecError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+PARQUET_SUFFIXES = (".parquet", ".pq")
 UNREAD_SUFFIXES = (".avif", ".flv", ".heic", ".heif", ".jxl", ".m4v", ".mpeg", ".mpg", ".tif", ".tiff", ".ts", ".wmv")
 """Media types that are a problem, not something to pass over, when a folder has them."""
 
@@ -64,7 +65,7 @@ class Manifest:
 
 
 def read_manifest(path: str | os.PathLike[str], *, on_error: Literal["raise", "skip"] = "raise") -> Manifest:
-    """Read a folder or a JSONL file.
+    """Read a folder, a Parquet file or a JSONL file.
 
     Args:
         path: the folder or file.
@@ -83,10 +84,11 @@ def read_manifest(path: str | os.PathLike[str], *, on_error: Literal["raise", "s
     if root.is_dir():
         entries = list(_folder_entries(root))
     elif root.is_file():
-        entries = _jsonl_entries(root, unknown)
+        read = _parquet_entries if root.suffix in PARQUET_SUFFIXES else _jsonl_entries
+        entries = read(root, unknown)
     else:
         raise DataError(
-            f"manifest {str(root)!r} is neither a folder nor a file; give a folder of media or a .jsonl file"
+            f"manifest {str(root)!r} is neither a folder nor a file; give a folder of media, a .jsonl or .parquet file"
         )
 
     items: list[Item] = []
@@ -155,6 +157,32 @@ def _jsonl_entries(file: Path, unknown: set[str]) -> list[_Entry]:
     return [(f"{file}:{number}", lambda line=line: _line_item(file.parent, line, unknown)) for number, line in lines]
 
 
+def _parquet_entries(file: Path, unknown: set[str]) -> list[_Entry]:
+    """Its rows; an empty value, or NaN, is one that is left out."""
+    try:
+        import duckdb
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "reading Parquet needs DuckDB, which is not installed; install it with: pip install 'knapformer[advise]'"
+        ) from error
+    try:
+        with duckdb.connect() as engine:
+            found = engine.execute("SELECT * FROM read_parquet(?)", [str(file)])
+            names = [column[0] for column in found.description]
+            rows = found.fetchall()
+    except duckdb.Error as error:
+        raise DataError(f"manifest {str(file)!r} cannot be read as Parquet: {error}") from error
+
+    def entry(row: tuple[Any, ...]) -> dict[str, Any]:
+        given = {n: v for n, v in zip(names, row, strict=True) if v is not None and v == v}
+        return {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in given.items()}
+
+    return [
+        (f"{file}, row {number}", lambda row=row: _entry_item(file.parent, entry(row), unknown))
+        for number, row in enumerate(rows, start=1)
+    ]
+
+
 _KEYS: dict[str, tuple[type, ...]] = {
     "path": (str,),
     "note": (str,),  # for people; nothing reads it
@@ -177,6 +205,10 @@ def _line_item(root: Path, line: str, unknown: set[str]) -> Item:
         raise DataError(f"not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise DataError(f'must be a JSON object like {{"path": ..., "caption": ...}}, got {line.strip():.60}')
+    return _entry_item(root, entry, unknown)
+
+
+def _entry_item(root: Path, entry: dict[str, Any], unknown: set[str]) -> Item:
     unknown.update(entry.keys() - _KEYS.keys())
     values = {key: entry[key] for key in _KEYS if entry.get(key) is not None}
     for key, value in values.items():

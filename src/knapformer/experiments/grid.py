@@ -17,9 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from knapformer.errors import SpecError
+from knapformer.errors import BackendUnavailableError, SpecError
 from knapformer.plan import Planner, make_planner
 from knapformer.sim.presets import cluster_preset
 
@@ -169,6 +167,12 @@ def read_grid(text: str) -> Grid:
 
 
 def _parse(data: bytes, origin: str, folder: str) -> Grid:
+    try:
+        import msgspec
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "reading a grid needs msgspec; install it with: pip install 'knapformer[experiment]'"
+        ) from error
     try:
         content = msgspec.toml.decode(data)
         known = {*Grid.__slots__} - {"folder"}

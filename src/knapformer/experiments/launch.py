@@ -17,6 +17,8 @@ from knapformer.errors import BackendUnavailableError, SpecError
 from knapformer.experiments.grid import Grid
 
 PORT = 29500
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Without it (torch 2.13), restarted ranks find the addresses of dead ones in the store and wait for them."""
 
 
 def torchrun_command(grid: Grid, arguments: list[str], *, nodes: str | None = None) -> list[str]:
@@ -36,22 +38,19 @@ def torchrun_command(grid: Grid, arguments: list[str], *, nodes: str | None = No
     return [*command, f"--max-restarts={restarts}", "-m", "knapformer.cli.main", *arguments]
 
 
-def inside_launch() -> bool:
-    """Whether this process is a rank that torchrun started."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def restarted() -> bool:
-    """Whether torchrun started this rank again after one of the launch had died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def current_launch() -> str:
+    """Id of the launch that this process is a rank of; empty if torchrun did not start it."""
+    # Not the count of restarts: only on the node where a rank died does that rise.
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def rank_environment(grid: Grid) -> dict[str, str]:
     """Environment of ranks on this machine: without GPUs, its cores are divided between them."""
+    environment = {FRESH_STORE: "1", **os.environ}
     if torch.cuda.is_available():
-        return dict(os.environ)
+        return environment
     threads = max(1, (os.cpu_count() or 1) // grid.ranks_in_node)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+    return {"OMP_NUM_THREADS": str(threads), **environment}
 
 
 def check_ranks(grid: Grid) -> None:
@@ -62,7 +61,7 @@ def check_ranks(grid: Grid) -> None:
     has = f"{gpus} GPUs" if gpus else f"no GPU and {cores} cores"
     raise SpecError(
         f"grid {grid.name!r} needs {grid.num_ranks} ranks on {grid.num_nodes} nodes; this machine has {has}. "
-        "Predict it with --engine simulate, submit it with --engine slurm, or start this command with torchrun on the nodes"
+        "Predict it with --engine simulate, submit it with --engine slurm, or start this command with torchrun there"
     )
 
 
@@ -93,14 +92,17 @@ def slurm_executor(grid: Grid, folder: Path, arguments: list[str], *, dry: bool 
 
     endpoint = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     command = shlex.join(torchrun_command(grid, arguments, nodes="RENDEZVOUS"))
-    launch = command.replace("--rdzv-endpoint=RENDEZVOUS", '--rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID"')
+    launch = command.replace(
+        "--rdzv-endpoint=RENDEZVOUS",
+        '--rdzv-endpoint="$RENDEZVOUS" --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
+    )
     tasks = "srun --kill-on-bad-exit=1 --ntasks-per-node=1"
     options = {
         "job_name": grid.name,
         "nodes": grid.num_nodes,
         "ntasks_per_node": 1,
         "gpus_per_node": grid.ranks_in_node,
-        "setup": [f"export RENDEZVOUS={endpoint}:{PORT}", f"{tasks} {launch}"],
+        "setup": [f"export RENDEZVOUS={endpoint}:{PORT} {FRESH_STORE}=1", f"{tasks} {launch}"],
         "use_srun": False,
         "time": 60,
         "additional_parameters": {"requeue": True},

@@ -27,8 +27,12 @@ class ReplayEngine:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        default = dict(zip(_SHAPE, FLUX_SHAPE if self.device.type == "cuda" else CPU_SHAPE, strict=True))
-        self.shapes = {None: default} | {name: default | shape for name, shape in grid.shapes.items()}
+        default: dict[str, Any] = dict(
+            zip(_SHAPE, FLUX_SHAPE if self.device.type == "cuda" else CPU_SHAPE, strict=True)
+        )
+        self.shapes: dict[str | None, dict[str, Any]] = {None: default} | {
+            name: default | shape for name, shape in grid.shapes.items()
+        }
         for name in grid.models:
             if unknown := self.shapes.get(name, {"": None}).keys() - {*_SHAPE}:
                 raise SpecError(
@@ -38,7 +42,8 @@ class ReplayEngine:
     def __call__(self, cell: Cell) -> Started:
         shape = self.shapes[cell.model]
         trace = named_workload(cell.workload, world_size=self.grid.num_ranks, num_steps=self.grid.steps, seed=cell.seed)
-        model = replay_model(*(int(shape[key]) for key in _SHAPE[:4]), self.device)
+        width, heads, double, single = (int(shape[key]) for key in _SHAPE[:4])
+        model = replay_model(width, heads, double, single, self.device)
         words = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu, 1 thread"
         return Started({"shape": shape}, f"replay on {words}", self._steps(cell, trace, model, shape))
 

@@ -57,31 +57,37 @@ class Store:
 
     def done(self, run: RunRecord | None, cell: Cell) -> bool:
         """Whether a run is this cell, whole."""
-        steps = list(range(self.grid.steps))
-        return run is not None and self._is(run, cell) and [step.get("step") for step in run.steps] == steps
+        if run is None or run.failures or not self._is(run, cell):
+            return False
+        return [step.get("step") for step in run.steps] == list(range(self.grid.steps))
 
-    def prepare(self, *, retry: bool = True) -> list[Cell]:
+    def prepare(self, launch: str = "") -> list[Cell]:
         """Drop what is not done; returns the cells to run.
 
         Args:
-            retry: also run cells that failed; otherwise these are left, and one that was under way counts as failed.
+            launch: identifies a launch of several ranks. If it is the one that opened this directory last, one of its
+                ranks has died: cells that failed are then left, and the one that was under way counts as failed.
         """
+        marker = self.folder / ".launch"
+        retry = not launch or not marker.is_file() or marker.read_text() != launch
+        marker.write_text(launch)
         runs, kept, missing = self.read(), [], []
         for cell in self.grid.cells():
             run = runs.get(cell.name)
-            if run is not None and not self.done(run, cell) and not retry and self._is(run, cell):
-                run.failures.extend([] if run.failures else [DIED])
+            if run is not None and self.done(run, cell):
                 kept.append(run)
-            elif run is not None and self.done(run, cell) and not run.failures:
+            elif run is not None and not retry and self._is(run, cell):
+                run.failures.extend([] if run.failures else [DIED])
                 kept.append(run)
             else:
                 missing.append(cell)
         self._rewrite(kept)
         return missing
 
-    def failures(self) -> dict[str, str]:
-        """Cell -> cause, of those that failed."""
-        return {name: run.failures[-1] for name, run in self.read().items() if run.failures}
+    def tidy(self) -> None:
+        """Put the cells in the grid's order, in which they are not if some were run later."""
+        runs = self.read()
+        self._rewrite([runs[cell.name] for cell in self.grid.cells() if cell.name in runs])
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -85,13 +85,13 @@ class TrainEngine:
             yield report.to_json()
 
 
-def train_cells(device: torch.device, store: Store, restarted: bool, on_step: Any) -> None:
+def train_cells(device: torch.device, store: Store, launch: str, on_step: Any) -> None:
     """Run the grid's missing cells on this rank. Collective.
 
     Args:
         device: of this rank.
         store: the run directory; only rank 0 uses it.
-        restarted: whether a launcher started these ranks anew after one of them died; what failed is then left.
+        launch: that started these ranks, see `Store.prepare`.
         on_step: see `run_cells`.
 
     Raises:
@@ -104,7 +104,7 @@ def train_cells(device: torch.device, store: Store, restarted: bool, on_step: An
             try:
                 held.enter_context(store.locked())
                 prepare_data(store.grid, store.folder)
-                found = [store.prepare(retry=not restarted)]
+                found = [store.prepare(launch)]
             except KnapFormerError as error:
                 found = [error]
         dist.broadcast_object_list(found)

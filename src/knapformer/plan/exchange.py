@@ -8,6 +8,9 @@ are known on every rank; an `Exchange` is one rank's view of them, ready for one
 Every target row is written exactly once. A source row may be sent more than once (a key that several ranks need, a
 vector of a sequence that several ranks hold); the adjoint then adds up what comes back. Where each source row is
 sent exactly once the exchange has an inverse, which is the way back: route and reverse route are one function.
+
+An exchange may have several *parts*, each an all-to-all of its own, so that one travels while another is worked on; its
+rows are then grouped by part first: [part 0 to 0 | part 0 to 1 | ... | part 1 to 0 | ...].
 """
 
 from collections.abc import Sequence
@@ -25,11 +28,12 @@ class Exchange:
     """One rank's rows to send and to receive.
 
     Attributes:
-        send_index: source row of each row sent, grouped by target rank.
-        recv_index: target row of each row received, grouped by source rank.
-        input_split_sizes: (world_size,) rows sent to each rank.
-        output_split_sizes: (world_size,) rows received from each rank.
+        send_index: source row of each row sent, grouped by part and target rank.
+        recv_index: target row of each row received, grouped by part and source rank.
+        input_split_sizes: (num_parts * world_size,) rows sent to each rank, part by part.
+        output_split_sizes: (num_parts * world_size,) rows received from each rank, part by part.
         num_source_rows, num_target_rows: sizes of the two arrays.
+        num_parts: all-to-alls.
     """
 
     send_index: Int64Array
@@ -38,6 +42,7 @@ class Exchange:
     output_split_sizes: Int64Array
     num_source_rows: int
     num_target_rows: int
+    num_parts: int = 1
 
     def inverse(self) -> "Exchange":
         """The way back. Raises `PlanInvariantError` if a source row is sent to several ranks or to none."""
@@ -53,12 +58,13 @@ class Exchange:
             self.input_split_sizes,
             self.num_target_rows,
             self.num_source_rows,
+            self.num_parts,
         )
 
     def narrow(self, ranks: range) -> "Exchange":
         """The same exchange within a group of consecutive ranks. Raises `PlanInvariantError` if it reaches others."""
         splits = self.input_split_sizes, self.output_split_sizes
-        inside = [sizes[ranks.start : ranks.stop] for sizes in splits]
+        inside = [sizes.reshape(self.num_parts, -1)[:, ranks.start : ranks.stop].ravel() for sizes in splits]
         if any(part.sum() != sizes.sum() for part, sizes in zip(inside, splits, strict=True)):
             raise PlanInvariantError(f"an exchange within ranks {ranks.start} to {ranks.stop - 1} reaches others")
         return replace(self, input_split_sizes=inside[0], output_split_sizes=inside[1])
@@ -75,7 +81,8 @@ class Exchange:
 class Moves:
     """Runs of rows between ranks, in one order that every rank shares; columns may be scalars that broadcast.
 
-    `source_row` is only meaningful where the rank at hand sends, `target_row` where it receives.
+    `source_row` is only meaningful where the rank at hand sends, `target_row` where it receives. `part` is the
+    all-to-all that a move is made by.
     """
 
     source_rank: Int64Array
@@ -85,21 +92,26 @@ class Moves:
     count: Int64Array
     source_stride: int = 1
     target_stride: Int64Array | int = 1
+    part: Int64Array | int = 0
 
-    def exchange(self, rank: int, world_size: int, num_source_rows: int, num_target_rows: int) -> Exchange:
+    def exchange(
+        self, rank: int, world_size: int, num_source_rows: int, num_target_rows: int, num_parts: int = 1
+    ) -> Exchange:
         """The view of `rank`; rows between two ranks keep the order of the moves on both sides."""
+        to, of = self.target_rank + self.part * world_size, self.source_rank + self.part * world_size
         out = np.flatnonzero(self.source_rank == rank)
-        out = out[np.argsort(self.target_rank[out], kind="stable")]
+        out = out[np.argsort(to[out], kind="stable")]
         into = np.flatnonzero(self.target_rank == rank)
-        into = into[np.argsort(self.source_rank[into], kind="stable")]
+        into = into[np.argsort(of[into], kind="stable")]
         stride = self.target_stride if isinstance(self.target_stride, int) else self.target_stride[into]
         return Exchange(
             ranges(self.source_row[out], self.count[out], self.source_stride),
             ranges(self.target_row[into], self.count[into], stride),
-            _split_sizes(self.target_rank[out], self.count[out], world_size),
-            _split_sizes(self.source_rank[into], self.count[into], world_size),
+            _split_sizes(to[out], self.count[out], num_parts * world_size),
+            _split_sizes(of[into], self.count[into], num_parts * world_size),
             num_source_rows,
             num_target_rows,
+            num_parts,
         )
 
 
@@ -150,17 +162,20 @@ def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[n
     """
     sent = [array[exchange.send_index] for exchange, array in zip(exchanges, arrays, strict=True)]
     starts = [exclusive_cumsum(exchange.input_split_sizes) for exchange in exchanges]
+    world = len(exchanges)
     received = []
     for rank, exchange in enumerate(exchanges):
         parts = []
-        for source, other in enumerate(exchanges):
-            count = int(other.input_split_sizes[rank])
-            if count != int(exchange.output_split_sizes[source]):
+        for at in range(exchange.num_parts * world):
+            part, source = divmod(at, world)
+            to = part * world + rank
+            count = int(exchanges[source].input_split_sizes[to])
+            if count != int(exchange.output_split_sizes[at]):
                 raise PlanInvariantError(
-                    f"rank {source} sends {count} rows to rank {rank}, not {int(exchange.output_split_sizes[source])}"
+                    f"rank {source} sends {count} rows to rank {rank}, not {int(exchange.output_split_sizes[at])}"
                 )
             if count:
-                parts.append(sent[source][starts[source][rank] : starts[source][rank] + count])
+                parts.append(sent[source][starts[source][to] : starts[source][to] + count])
         like = arrays[rank]
         target = np.full((exchange.num_target_rows, *like.shape[1:]), 0, dtype=like.dtype)
         target.view(np.uint8)[...] = 0xFF

@@ -12,12 +12,12 @@ tokens out, those of its attention rows in, outputs the other way. Each row is p
 not assumed to work at the same time.
 
 With overlap, q, k and v travel while a first part of the whole sequences' attention runs, and outputs return while the
-rest does. Where that is too little, split attention runs in n head groups, one in flight while another computes, so
-only the first group's arrival and the last one's return need whole work to hide behind:
+rest does. Where that is too little, split attention runs in n parts of every shard's heads, one in flight while another
+computes, so only the first part's arrival and the last one's return need whole work to hide behind:
 
     exposed = max(0,  (in + out) / n - whole,  in + out - whole - split * (n - 1) / n)
 
-and never more than the traffic with nothing hidden.
+and never more than the traffic with nothing hidden. n is the same on all ranks, and no more than gains something.
 
 What it does not model: latency per message, contention beyond a rank's own links, kernels that slow down beside a copy.
 """
@@ -32,8 +32,10 @@ from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
 from knapformer.plan.placement import Placement, per_rank
 
-HEAD_GROUPS = 4
-"""Head groups that split attention runs in where a rank has little whole work to hide traffic behind."""
+PARTS = (1, 2, 4)
+"""Numbers of parts that split attention may run in."""
+GAIN = 1000
+"""A larger number of parts must shorten the step by more than one part in so many: it costs messages and kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +68,7 @@ class Prediction:
         compute: (world_size,) token-wise work and attention of each rank.
         traffic: (world_size,) time of each rank's traffic, the larger of both directions.
         exposed: (world_size,) part of it that is not hidden behind attention when overlapped.
+        num_parts: parts that split attention then runs in.
         total_work: work of all ranks at nominal speed.
         ideal: mean compute over ranks, each by its speed; the same for every placement that splits nothing.
     """
@@ -73,6 +76,7 @@ class Prediction:
     compute: Int64Array
     traffic: Int64Array
     exposed: Int64Array
+    num_parts: int
     total_work: int
     ideal: int
 
@@ -122,13 +126,16 @@ def predict(
     incoming = np.maximum(per_rank(source, qkv, world_size), per_rank(target, qkv, world_size))
     outgoing = np.maximum(per_rank(target, out, world_size), per_rank(source, out, world_size))
     both = traffic_time(traffic, cluster, cost)
-    exposed = exposed_traffic(
-        incoming + outgoing,
-        cluster.time(cost.row_key * (placement.area() - split_area)),
-        cluster.time(cost.row_key * split_area),
-        np.clip(heads, 1, HEAD_GROUPS),
-    )
-    return Prediction(cluster.time(work), both, np.minimum(exposed, both), total, cluster.mean_time(total))
+    whole, split = (cluster.time(cost.row_key * area) for area in (placement.area() - split_area, split_area))
+    compute, num_parts = cluster.time(work), 1
+    exposed = np.zeros_like(both)
+    shortest: int | None = None
+    for parts in PARTS if len(here) else ():
+        left = np.minimum(exposed_traffic(incoming + outgoing, whole, split, np.clip(heads, 1, parts)), both)
+        step = int((compute + left).max())
+        if shortest is None or step + step // GAIN < shortest:
+            exposed, num_parts, shortest = left, parts, step
+    return Prediction(compute, both, exposed, num_parts, total, cluster.mean_time(total))
 
 
 def padding_tokens(placement: Placement, token_grid: int) -> Int64Array:

@@ -26,7 +26,7 @@ h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); } .dim { color: v
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: bottom; }
 td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
-tbody tr:last-child td { font-weight: 600; background: var(--ours); }
+.planners tbody tr:last-child td { font-weight: 600; background: var(--ours); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; }
 figure { margin: 1rem 0; } figcaption { color: var(--dim); font-size: .9rem; } figure svg { width: 100%; height: auto; }
 pre { background: var(--ours); padding: .8rem; overflow-x: auto; }
@@ -48,7 +48,7 @@ def report_page(data: Mapping[str, Any], runs: Mapping[Any, Planners] | None = N
         data["groups"], (runs or dict.fromkeys(range(len(data["groups"])))).values(), strict=True
     ):
         parts += [f"<h2>{escape(group['title'])}</h2>", f'<p class="dim">{escape(_note(group))}</p>']
-        parts.append(_html_table(*table(group, COLUMNS if "baseline" in group else COMPARED)))
+        parts.append(_html_table(*table(group, COLUMNS if "baseline" in group else COMPARED), "planners"))
         if planners:
             figures = group_figures(group, planners)
             drawn = (f"<figure>{inline_svg(f)}<figcaption>{escape(c)}</figcaption></figure>" for c, f in figures)
@@ -112,10 +112,10 @@ def _environment(environment: Mapping[str, Any]) -> list[list[str]]:
     return [[name, str(value)] for name, value in plain.items()]
 
 
-def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    return f'<div class="wide {kind}"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -21,7 +21,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
     ("hfu", "HFU", "{:.1%}"),
     ("imbalance_before", "imbalance before", "{:.3f}"),
-    ("imbalance", "after", "{:.3f}"),
+    ("imbalance", "imbalance", "{:.3f}"),
     ("rank_tokens", "tokens, fullest rank", "{:,.0f}"),
     ("token_imbalance", "over mean", "{:.3f}"),
     ("split_traffic", "split traffic", "{:.1%}"),
@@ -36,7 +36,7 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("imbalance_before", "imbalance before", "{:.3f}"),
     ("imbalance_after", "imbalance after", "{:.3f}"),
     ("speed_ratio", "times as fast", "{:.3f}"),
-    ("loss_difference", "largest loss difference", "{:.1e}"),
+    ("loss_difference", "loss difference", "{:.1e}"),
 )
 """As COLUMNS, of a comparison."""
 INTERVALS = ("step_seconds", "speedup", "speed_ratio")

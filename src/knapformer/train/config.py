@@ -116,6 +116,10 @@ class RunConfig(_Section, frozen=True):
     """Folder of checkpoints; a run found there is resumed."""
     save_every: int = 0
     """Steps between checkpoints; 0: at the end only."""
+    tensorboard: str | None = None
+    """Folder for TensorBoard."""
+    timeline: str | None = None
+    """Folder for a timeline of the second step, a file per rank."""
 
 
 class TrainConfig(_Section, frozen=True):

@@ -1,0 +1,151 @@
+"""What `selfcheck` checks where no model is given, and how a model is named on the command line.
+
+(nothing)                   an MMDiT and a CrossDiT, tiny, with random weights
+package.module:factory      called without arguments; gives a module that `selfcheck` takes
+path/to/file.py:factory     the same, from a file
+path/to/folder              a model of diffusers as `save_pretrained` wrote it, or its config.json alone
+"""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from knapformer.balancer import PackedBatch
+from knapformer.errors import BackendUnavailableError, SpecError
+from knapformer.models import CrossDiT, CrossDiTConfig, MMDiT, MMDiTConfig
+
+BUILT_IN = ("mmdit", "cross")
+
+
+class BuiltIn(nn.Module):
+    """A tiny model of this library, with samples of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        config = MMDiTConfig.tiny() if kind == "mmdit" else CrossDiTConfig.tiny()
+        self.config = config
+        self.inner = MMDiT(config) if isinstance(config, MMDiTConfig) else CrossDiT(config)
+
+    def example(self, length: int, generator: torch.Generator) -> PackedBatch:
+        """A sample of `length` visual tokens and a third as much text."""
+        joint, num_text = isinstance(self.config, MMDiTConfig), length // 3
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        text = normal(num_text, self.config.text_channels)
+        x = normal(length + num_text * joint, self.config.in_channels)
+        tokens = {"x": x}
+        if joint:
+            tokens["text"] = torch.cat([text, text.new_zeros(length, text.shape[1])])
+        vectors = {
+            "time": torch.rand(1, generator=generator),
+            "pooled": normal(1, self.config.pooled_channels),
+            "grid": torch.tensor([[1, 1, length]], dtype=torch.int32),
+        }
+        return PackedBatch(tokens, vectors, {} if joint else {"text": text}, text_lens=[num_text * joint])
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        layout, vectors = batch.layout, batch.vectors
+        if layout is None:
+            raise SpecError("route the batch first")
+        beside = vectors["time"], vectors["pooled"], layout.positions(vectors["grid"]), layout
+        if isinstance(self.inner, CrossDiT):
+            return self.inner(batch.tokens["x"], batch.context["text"], *beside)
+        image, text = batch.tokens["x"][layout.image_index], batch.tokens["text"][layout.text_index]
+        return self.inner(image, text, *beside)
+
+
+def load_subject(name: str) -> nn.Module:
+    """The model that a name stands for, with random weights unless they are stored with it.
+
+    Raises:
+        SpecError: naming what cannot be found.
+    """
+    torch.manual_seed(0)
+    if name in BUILT_IN:
+        return BuiltIn(name)
+    if Path(name).is_dir():
+        return _from_folder(Path(name))
+    module_name, colon, factory = name.rpartition(":")
+    if not colon:
+        raise SpecError(
+            f"no model {name!r}; give a folder of diffusers, package.module:factory or path/to/file.py:factory"
+        )
+    made = getattr(_module(module_name), factory, None)
+    if not callable(made):
+        raise SpecError(f"{module_name!r} has nothing called {factory!r} that makes a model")
+    model = made()
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"{name!r} made a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def diffusers_batch(model: Any, lengths: Sequence[int], generators: Sequence[torch.Generator]) -> Any:
+    """Packed random samples of about these lengths, for an adapted model of diffusers."""
+    try:
+        from knapformer.integrations.diffusers import Sample, family_of, pack
+    except ImportError:
+        raise SpecError(
+            f"{type(model).__name__} has no method example(length, generator), which makes a sample to check it with"
+        ) from None
+    family = family_of(model)
+    widths, patch = family.widths(model), family.patch(model)
+    flags = len(family.mark(torch.zeros(1, 1))[0]) - 1  # columns that the family adds itself
+    num_text = getattr(model.config, "max_text_seq_length", 7)
+    samples = []
+    for length, generator in zip(lengths, generators, strict=False):
+        rows = max(1, int(length**0.5))
+        grid = 1, rows, max(1, length // rows)
+        if patch is None:
+            latent = torch.randn(grid[1] * grid[2], widths.image, generator=generator)
+        else:
+            channels = (widths.image - flags) // (patch[0] * patch[1] * patch[2])
+            sizes = [g * p for g, p in zip(grid, patch, strict=True)]
+            latent = family.latent(torch.randn(channels, *sizes, generator=generator))
+        text = torch.randn(num_text, widths.text - flags, generator=generator)
+        pooled = torch.randn(widths.pooled, generator=generator) if widths.pooled else None
+        guidance = 3.5 if widths.guidance else None
+        samples.append(Sample(latent, text, 0.5, grid, pooled=pooled, guidance=guidance))
+    return pack(model, samples)
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise SpecError(f"cannot import {name!r}: {error}") from error
+    if not Path(name).is_file():
+        raise SpecError(f"there is no file {name!r}")
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    if spec is None or spec.loader is None:
+        raise SpecError(f"{name!r} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_folder(folder: Path) -> nn.Module:
+    try:
+        import diffusers
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "reading a folder of diffusers needs diffusers, which is not installed; install it with: "
+            "pip install 'knapformer[diffusers]'"
+        ) from error
+    from knapformer.integrations.diffusers import adapt
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        cls = getattr(diffusers, config["_class_name"])
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise SpecError(f"{folder} holds no model of diffusers: {error!r}") from error
+    weights = list(folder.glob("*.safetensors")) + list(folder.glob("*.bin"))
+    return adapt(cls.from_pretrained(folder) if weights else cls.from_config(config))

@@ -1,0 +1,67 @@
+"""Split attention in parts: the same results as in one, forward and backward, with an all-to-all for each part."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from knapformer import Cluster, CostModel, Links, SequenceBalancer
+from tests.planners import OneSidedPlanner, RandomPlanner
+from tests.ranks import run_ranks
+
+LENGTHS = [[90, 3], [23], [], [61]]
+HEADS = 6
+
+
+def outcome(rank, num_parts, spec):
+    """Outputs and gradients of one attention, and the all-to-alls it took."""
+    x = torch.randn(sum(LENGTHS[rank]), HEADS * 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    x.requires_grad_()
+    options = {"bag_specs": spec} if isinstance(spec, str) else {"planner": spec}
+    step = SequenceBalancer(cost=CostModel.from_shapes(24, HEADS), **options).plan_routing(LENGTHS[rank])
+    step.__dict__["_attention_parts"] = num_parts
+    _, y, _ = step.route(x)
+    counted, real = [0], dist.all_to_all_single
+
+    def counting(*args, **kwargs):
+        counted[0] += 1
+        return real(*args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        q, k, v = (f(y).unflatten(1, (HEADS, 4)) for f in (torch.sin, torch.cos, torch.tanh))
+        out = step.layout.attend(q, k, v).flatten(1)
+        (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view_as(out).sin()).sum().backward()
+    finally:
+        dist.all_to_all_single = real
+    return out.detach(), x.grad, counted[0]
+
+
+def compare(rank, world_size, spec):
+    expected = outcome(rank, 1, spec)
+    errors, counts = [], [expected[2]]
+    for num_parts in (2, 3):
+        got = outcome(rank, num_parts, spec)
+        errors += [float((a - b).abs().max()) for a, b in zip(expected[:2], got[:2], strict=True) if a.numel()]
+        counts.append(got[2])
+    return max(errors, default=0.0), counts
+
+
+@pytest.mark.parametrize("spec", ["g4n1", "g2n2", "balanced", RandomPlanner(5), OneSidedPlanner()], ids=str)
+def test_parts_change_no_result(spec):
+    spec = "auto" if spec == "balanced" else spec
+    for error, counts in run_ranks(4, compare, spec):
+        assert error <= 1e-12
+        # There and back, forward and backward, and the route's way home.
+        assert counts == [4 + 1, 8 + 1, 12 + 1]
+
+
+def chosen_parts(rank, world_size, bandwidth, overlap):
+    cluster = Cluster(world_size, links=Links(bandwidth, bandwidth))
+    balancer = SequenceBalancer("g2n1", cost=CostModel.from_shapes(3072, 24), cluster=cluster, overlap=overlap)
+    return balancer.plan_routing([4000] if rank == 0 else [])._attention_parts
+
+
+def test_parts_are_used_where_they_gain_something():
+    assert run_ranks(2, chosen_parts, 300e9, True) == [4, 4]  # nothing but the sequence itself to hide behind
+    assert run_ranks(2, chosen_parts, 1e18, True) == [1, 1]  # no traffic to speak of
+    assert run_ranks(2, chosen_parts, 300e9, False) == [1, 1]
