@@ -278,7 +278,7 @@ def tables(rank, world_size):
         found = {id(tensor) for tensor in tensors_of(step)}
         tables = [step._to_shards, step._to_holders, step._to_home]
         tables += [table for split in step._split_tables.values() for table in (split.qkv, split.out)]
-        sides = [side for table in tables for side in (table.source, table.target)]
+        sides = [side for table in tables for side in (*table.sources, *table.targets)]
         made = [index for side in sides for index in (side.order, side.place) if index is not None]
         made += [step.layout.sequence_index, step.layout.image_index]
         assert made and all(id(tensor) in found for tensor in made)

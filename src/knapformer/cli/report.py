@@ -16,7 +16,10 @@ from knapformer.report.pages import report_markdown, report_page, write_text
 from knapformer.report.records import RunRecord, read_records
 from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table
 
-_IN_TERMINAL = ("step_seconds", "hfu", "imbalance", "split_traffic", "speedup")
+_IN_TERMINAL = (
+    *("step_seconds", "hfu", "imbalance", "split_traffic", "speedup"),
+    *("step_seconds_before", "step_seconds_after", "speed_ratio", "loss_difference"),
+)
 """What fits 80 columns; files and --json have all."""
 
 
@@ -74,8 +77,8 @@ def print_report(data: dict[str, Any]) -> None:
     """The tables, and what failed."""
     console = Console(highlight=False)
     for group in data["groups"]:
-        columns = [c for c in COLUMNS if c[0] in _IN_TERMINAL] if "baseline" in group else COMPARED
-        heads, rows = table(group, columns)
+        columns = COLUMNS if "baseline" in group else COMPARED
+        heads, rows = table(group, [column for column in columns if column[0] in _IN_TERMINAL])
         plain = {"title_justify": "left", "box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
         drawn = Table(title=group["title"], padding=(0, 1, 0, 0), **plain)
         for head in heads:

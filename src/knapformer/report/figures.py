@@ -1,7 +1,7 @@
 """Figures of a report's group: step times, load of ranks before and after, where the time goes, loss curves.
 
 A figure whose values no run recorded is left out. The baseline is vermilion, other planners blue; loss curves, which
-should cover each other, have a hue and a dash each.
+should cover each other, get thinner from the first to the last.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from knapformer.report.records import RunRecord
 from knapformer.report.tables import MissingError, steps_of
 
 Planners = Mapping[str, Mapping[int, RunRecord]]
-_DASHES = ("-", "--", "-.", ":")
+_HUES = [HUES[number] for number in (5, 1, 4, 2, 6, 0, 3)]
 
 
 def group_figures(group: Mapping[str, Any], planners: Planners) -> list[tuple[str, Any]]:
@@ -99,8 +99,8 @@ def _losses(group: Mapping[str, Any], planners: Planners) -> Any:
         losses = [step.get("loss") for step in runs[min(runs)].steps]
         if None in losses:
             raise MissingError
-        dashes = {"color": HUES[(3 + 2 * number) % len(HUES)], "linestyle": _DASHES[number % len(_DASHES)]}
-        axes.plot(losses, marker="o", markersize=3, label=planner, **dashes)
+        width = 1.5 + 2.5 * (len(planners) - 1 - number)  # each curve is seen behind those drawn over it
+        axes.plot(losses, color=_HUES[number % len(_HUES)], linewidth=width, label=planner, solid_capstyle="round")
     axes.set(xlabel="step", ylabel="loss")
     axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False)

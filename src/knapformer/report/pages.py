@@ -27,7 +27,7 @@ h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); } .dim { color: v
 th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: bottom; }
 td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 .planners tbody tr:last-child td { font-weight: 600; background: var(--ours); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1rem 2rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem 2rem; }
 figure { margin: 1rem 0; } figcaption { color: var(--dim); font-size: .9rem; } figure svg { width: 100%; height: auto; }
 pre { background: var(--ours); padding: .8rem; overflow-x: auto; }
 """
@@ -93,15 +93,16 @@ def write_text(path: str | os.PathLike[str], content: str) -> Path:
 
 def _note(group: Mapping[str, Any]) -> str:
     """What the rows are means of."""
-    seeds, pair = len(group["rows"][0]["seeds"]), "paired by step and seed"
-    interval = ", ± 95 % confidence (Student's t over seeds)" if seeds > 1 else ", one seed, so no interval"
+    count, pair = len(group["rows"][0]["seeds"]), "paired by step and seed"
+    seeds = f"{count} seeds" if count > 1 else "one seed"
+    interval = ", ± 95 % confidence (Student's t over seeds)" if count > 1 else ", so no interval"
     if "baseline" not in group:
-        return f"{seeds} seeds{interval}; {pair}"
+        return f"{seeds}{interval}; {pair}"
     basis = "modelled, not measured; " if group["engine"] == "simulate" else ""
     steps = group["rows"][0]["steps"]
     warmup = f", the first {group['warmup']} left out" if group["warmup"] and steps > 1 else ""
     return (
-        f"{group['engine']}: {basis}{seeds} seeds of {steps} steps{warmup}{interval}; speed-up over "
+        f"{group['engine']}: {basis}{seeds} of {steps} steps{warmup}{interval}; speed-up over "
         f"{group['baseline']}, {pair}"
     )
 
@@ -113,7 +114,7 @@ def _environment(environment: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads if any(heads))
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows)
     return f'<div class="wide {kind}"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
