@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from knapformer.plan import make_planner
 from knapformer.report import RecordWriter
 from knapformer.sim.presets import cluster_preset, model_preset, named_workload
-from knapformer.sim.simulate import Scenario, model_of, sequences_of, simulate
+from knapformer.sim.simulate import Scenario, model_of, simulate
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def published_scenario(token_flops: float = TOKEN_FLOPS, step_seconds: float = S
 
 def published(writer: RecordWriter, steps: int) -> None:
     everything = named_workload("flux-joint-32", num_steps=100)
-    flop = [published_scenario().flop(sequences_of(everything, i), recompute=True) for i in range(100)]
+    flop = [published_scenario().flop(everything.sequences(i), recompute=True) for i in range(100)]
     counted = {f"{row.step_seconds} s": sum(flop) / 100 / row.step_seconds / 32 / PEAK for row in PUBLISHED}
     writer.step(0, part="flop", hfu_of_published_steps=counted)
     print("FLOP of 100 steps over the published step times:", {k: f"{v:.2%}" for k, v in counted.items()})

@@ -51,23 +51,35 @@ def test_the_script_asks_slurm_for_four_nodes_of_eight(tmp_path: Path) -> None:
     assert all(line.startswith("#") or not line for line in lines[:last])  # sbatch reads no option behind a command
 
 
-def test_every_node_runs_torchrun_with_the_first_host_as_rendezvous(tmp_path: Path) -> None:
-    text, tools = script(tmp_path), tmp_path / "tools"
+def test_a_job_runs_torchrun_on_every_node_and_then_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    tools, given = tmp_path / "tools", tmp_path / "arguments"
     tools.mkdir()
-    for name, code in (("scontrol", "printf 'node07\\nnode08\\n'"), ("srun", 'printf "%s\\n" "$@" > "$ARGUMENTS"')):
+    for name, code in (
+        ("sbatch", f'cp "$1" {tmp_path}/script; echo Submitted batch job 41'),
+        ("scontrol", "printf 'node07\\nnode08\\n'"),
+        ("srun", f'printf "%s\\n" "$@" > {given}'),
+    ):
         (tools / name).write_text(f"#!/bin/sh\n{code}\n")
         (tools / name).chmod(0o755)
-    before_the_report = text[: text.index("# command")]
     environment = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[07-08]"}
-    environment["ARGUMENTS"] = str(tmp_path / "arguments")
-    subprocess.run(["bash", "-euc", before_the_report], env=environment, check=True, timeout=30)
-    given = (tmp_path / "arguments").read_text().splitlines()
-    start = given.index("torch.distributed.run")
-    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(given[:start])
-    args = get_args_parser().parse_args(given[start + 1 :])
+    environment |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "4"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    job = launch.slurm_executor(read_grid("flux-paper"), tmp_path, ARGUMENTS).submit("{} cells".format, 120)
+    assert job.job_id == "41"
+    subprocess.run(["bash", "-eu", str(tmp_path / "script")], check=True, timeout=60)
+
+    arguments = given.read_text().splitlines()
+    start = arguments.index("torch.distributed.run")
+    assert {"--ntasks-per-node=1", "--kill-on-bad-exit=1"} <= set(arguments[:start])
+    args = get_args_parser().parse_args(arguments[start + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend) == ("4", "8", "c10d")
     assert (args.rdzv_endpoint, args.rdzv_id, args.standalone) == (f"node07:{launch.PORT}", "41.0", False)
     assert (args.training_script, args.training_script_args) == ("knapformer.cli.main", ARGUMENTS)
+    assert f"{launch.FRESH_STORE}=1" in (tmp_path / "script").read_text()
+    (result,) = tmp_path.glob("41_0_result.pkl")
+    assert b"120 cells" in result.read_bytes()
 
 
 def test_what_slurm_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def experiment(
     folder = out or Path("runs/experiments") / f"{plan.name}-{name}"
     store = Store(folder, plan, "torchrun" if name == "slurm" else name)
     # What every rank is to run, wherever it is started.
-    arguments = ["experiment", grid, "--engine", "torchrun", "--out", str(folder.absolute())]
+    arguments = ["experiment", grid, "--engine", "torchrun", "--out", str(folder)]
     if dry_run:
         _list(store, name, arguments)
     elif name == "slurm":
@@ -122,7 +122,7 @@ def _torchrun(store: Store, arguments: list[str], as_json: bool) -> None:
                 raise SystemExit(130) from None
         if status:
             Console(stderr=True).print(f"[bold red]error:[/] torchrun ended with status {status}", highlight=False)
-    _finish(store, as_json, expected=True)
+    _finish(store, as_json)
 
 
 def _train_on_rank(device: Any, store: Store) -> None:
@@ -184,7 +184,7 @@ def _progress(store: Store, cells: Sequence[Cell], *, quiet: bool) -> Iterator[C
         yield lambda cell, step: bar.update(task, completed=place[cell] * steps + step, description=cell.name)
 
 
-def _finish(store: Store, as_json: bool, *, expected: bool = False) -> None:
+def _finish(store: Store, as_json: bool) -> None:
     """Write and print the report; exits with 1 if a cell failed or is missing."""
     data = write_reports(store)
     runs = store.read()

@@ -12,7 +12,7 @@ from knapformer.errors import SpecError
 from knapformer.plan import Limits, Profile, make_planner
 from knapformer.sim.chrome import write_chrome_trace
 from knapformer.sim.presets import cluster_preset, model_preset, named_workload
-from knapformer.sim.simulate import Scenario, Simulation, model_of, sequences_of
+from knapformer.sim.simulate import Scenario, Simulation, model_of
 from knapformer.sim.simulate import simulate as simulate_trace
 from knapformer.sim.work import profile_prices
 
@@ -93,7 +93,7 @@ def simulate(
     )
     result = simulate_trace(lengths, scenario, chosen, limits)
     if trace is not None:
-        first = sequences_of(lengths, 0)
+        first = lengths.sequences(0)
         placement = chosen(first, scenario.cluster, scenario.cost_model(), limits)
         write_chrome_trace(scenario.time(placement, record=True), trace)
     head = {"cluster": preset.name, "device": preset.device.title, "model": shape.name, "topology": topology}

@@ -21,7 +21,6 @@ from knapformer.errors import BackendUnavailableError, SpecError
 from knapformer.plan import Planner, make_planner
 from knapformer.sim.presets import cluster_preset
 
-ENGINES = ("simulate", "replay", "torchrun", "slurm")
 GRIDS = files("knapformer.experiments") / "grids"
 """Grids of the library, and the training file of the demo."""
 EngineName = Literal["simulate", "replay", "torchrun", "slurm"]

@@ -16,7 +16,7 @@ from knapformer.experiments.grid import Cell, Grid
 from knapformer.experiments.loop import Started
 from knapformer.plan import measure
 from knapformer.sim.presets import named_workload
-from knapformer.sim.simulate import Scenario, model_of, sequences_of
+from knapformer.sim.simulate import Scenario, model_of
 
 
 class SimulateEngine:
@@ -43,7 +43,7 @@ class SimulateEngine:
     def _steps(self, cell: Cell, trace: Trace, scenario: Scenario) -> Iterator[dict[str, Any]]:
         planner, cost = cell.make_planner(), scenario.cost_model()
         for index in range(trace.num_steps):
-            sequences = sequences_of(trace, index)
+            sequences = trace.sequences(index)
             placement = planner(sequences, scenario.cluster, cost)
             work = scenario.work(placement)
             timeline, metrics = scenario.time(work), measure(placement, scenario.cluster, cost)

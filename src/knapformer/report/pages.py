@@ -44,9 +44,8 @@ def report_page(data: Mapping[str, Any], runs: Mapping[Any, Planners] | None = N
         BackendUnavailableError: without matplotlib, where there are figures.
     """
     parts = [f"<h1>{escape(data['title'])}</h1>"]
-    for group, planners in zip(
-        data["groups"], (runs or dict.fromkeys(range(len(data["groups"])))).values(), strict=True
-    ):
+    groups = data["groups"]
+    for group, planners in zip(groups, list(runs.values()) if runs else [None] * len(groups), strict=True):
         parts += [f"<h2>{escape(group['title'])}</h2>", f'<p class="dim">{escape(_note(group))}</p>']
         parts.append(_html_table(*table(group, COLUMNS if "baseline" in group else COMPARED), "planners"))
         if planners:

@@ -180,12 +180,6 @@ def model_of(trace: Trace) -> ModelShape:
     return alike[0] if alike else model_preset("flux1")
 
 
-def sequences_of(trace: Trace, step: int) -> Sequences:
-    """The sequences of one step of a trace."""
-    lens = trace.steps[step]
-    return Sequences.from_ranks(lens.seq_lens, lens.text_lens if trace.meta.get("text", "joint") == "joint" else None)
-
-
 def simulate(trace: Trace, scenario: Scenario, planner: Planner, limits: Limits | None = None) -> Simulation:
     """Simulate every step of a workload under a planner, and without balancing.
 
@@ -200,7 +194,7 @@ def simulate(trace: Trace, scenario: Scenario, planner: Planner, limits: Limits 
     times = np.zeros((trace.num_steps, 4))  # local; planner: free traffic, no overlap, as it is
     timelines, memory, flop, model_flop = [], [], 0.0, 0.0
     for index in range(trace.num_steps):
-        sequences = sequences_of(trace, index)
+        sequences = trace.sequences(index)
         placement = planner(sequences, scenario.cluster, cost, limits or Limits())
         work = scenario.work(placement)
         timelines.append(scenario.time(work))

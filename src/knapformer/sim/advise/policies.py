@@ -13,7 +13,6 @@ batches. Steps are drawn by counter-based random numbers; a step depends on its 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from knapformer.plan.arrays import Int64Array
 from knapformer.sim.advise.buckets import Buckets
 from knapformer.sim.advise.histogram import Histogram
 from knapformer.sim.advise.memory import TokenMemory, chance_above
-from knapformer.sim.simulate import Scenario, sequences_of
+from knapformer.sim.simulate import Scenario
 
 Steps = Callable[[int], Sequences]
 """The sequences of a step by its number."""
@@ -191,9 +190,7 @@ def recorded(trace: Trace, room: TokenMemory) -> Policy:
     """The steps of a trace as they were; worst tokens and chance are those of its steps."""
     held = np.array([[int(row.sum()) for row in step.seq_lens] for step in trace.steps]).max(axis=1)
     above = float((held > room.limit(split=False)).mean())
-    return Policy(
-        "recorded", "as recorded", partial(sequences_of, trace), make_planner("local"), int(held.max()), above
-    )
+    return Policy("recorded", "as recorded", trace.sequences, make_planner("local"), int(held.max()), above)
 
 
 def too_large(trace: Trace, room: TokenMemory) -> float:
