@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from knapformer import BagSpec, SequenceBalancer
-from knapformer.attention import Segments, register_kernel
+from knapformer.attention import Segments, SplitAttention, register_kernel
 from knapformer.report import RecordWriter
 
 WIDTH, HEADS = 512, 8
@@ -254,8 +254,7 @@ def _unavoidable(step: Any, output: int) -> int:
         return output
     split = step._split_attention(HEADS)
     wide = split.head_group * WIDTH // HEADS * 4
-    qkv_out, qkv_in = (sum(side.splits) * wide for side in (split.qkv.source, split.qkv.target))
-    o_out, o_in = (sum(side.splits) * wide for side in (split.out.source, split.out.target))
+    qkv_out, qkv_in, o_out, o_in = (rows * wide for rows in _split_rows(split))
     return max(
         qkv_out + qkv_in,
         2 * qkv_in,
@@ -280,10 +279,15 @@ def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
     if step._shares_attention:
         split = step._split_attention(HEADS)
         wide = split.head_group * WIDTH // HEADS * 4
-        out, into = sum(split.qkv.source.splits), sum(split.qkv.target.splits)
-        back, home_again = sum(split.out.source.splits), sum(split.out.target.splits)
+        out, into, back, home_again = _split_rows(split)
         figures["attend"] = ((out + back) * wide, (into + home_again) * wide, 2)
     return figures
+
+
+def _split_rows(split: SplitAttention) -> list[int]:
+    """Rows of q, k and v that leave and that arrive, and of outputs."""
+    sides = split.qkv.sources, split.qkv.targets, split.out.sources, split.out.targets
+    return [sum(sum(part.splits) for part in side) for side in sides]
 
 
 def _bare(step: Any, sent: tuple[int, int, int], *, copies: bool = False) -> Callable[[], None]:

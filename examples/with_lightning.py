@@ -94,4 +94,5 @@ def train(folder: Path, *, balanced: bool = True, epochs: int = 1, devices: int 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         found = train(Path(temporary), balanced="--unbalanced" not in sys.argv, epochs=2)
-    print("\n".join(f"step {step}  loss {loss:.5f}" for step, loss in enumerate(found)))
+    if dist.get_rank() == 0:
+        print("\n".join(f"step {step}  loss {loss:.5f}" for step, loss in enumerate(found)))

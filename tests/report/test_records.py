@@ -171,3 +171,16 @@ def test_not_a_number_survives(tmp_path: Path) -> None:
     """A diverged run must still be readable."""
     write(tmp_path / "record.jsonl", "one", [{"loss": float("nan")}])
     assert math.isnan(read_records(tmp_path / "record.jsonl")["one"].column("loss")[0])
+
+
+def test_a_failure_is_part_of_its_run(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with RecordWriter(path, "a", {}) as writer:
+        writer.step(0, seconds=1.0)
+        writer.failure("no room")
+    run = read_records(path)["a"]
+    assert (run.failures, len(run.steps)) == (["no room"], 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == list(run.lines())
+    path.write_text(path.read_text() + '{"schema": 1, "kind": "failure", "name": "a"}\n')
+    with pytest.raises(DataError, match="line 4: a run record lacks cause"):
+        read_records(path)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from knapformer.cli.app import run
 from knapformer.errors import SpecError
 from knapformer.train.selfcheck import selfcheck
-from knapformer.train.subjects import load_subject
+from knapformer.train.subjects import diffusers_batch, load_subject
 from tests.ranks import run_ranks
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "packed_batch.py")
@@ -136,5 +136,7 @@ def test_models_that_cannot_be_found_are_named(tmp_path, capsys):
         with pytest.raises(SpecError, match=message):
             load_subject(name)
     assert run(["selfcheck", "--model", "nothing"]) == 2
+    with pytest.raises(SpecError, match="Linear has no method example"):
+        diffusers_batch(torch.nn.Linear(2, 2), [3], [torch.Generator()])
     with pytest.raises(SpecError, match="no parameters"):
         selfcheck(torch.nn.Identity(), torch.device("cpu"))

@@ -91,11 +91,13 @@ def diffusers_batch(model: Any, lengths: Sequence[int], generators: Sequence[tor
     """Packed random samples of about these lengths, for an adapted model of diffusers."""
     try:
         from knapformer.integrations.diffusers import Sample, family_of, pack
-    except ImportError:
+
+        family = family_of(model)
+    except (ImportError, SpecError) as error:
         raise SpecError(
-            f"{type(model).__name__} has no method example(length, generator), which makes a sample to check it with"
-        ) from None
-    family = family_of(model)
+            f"{type(model).__name__} has no method example(length, generator), which makes a sample to check it with, "
+            "and is no model of diffusers that is known here"
+        ) from error
     widths, patch = family.widths(model), family.patch(model)
     flags = len(family.mark(torch.zeros(1, 1))[0]) - 1  # columns that the family adds itself
     num_text = getattr(model.config, "max_text_seq_length", 7)
