@@ -9,6 +9,9 @@ written by an operation that copies; the bound is one write into the message and
 all-to-alls with just these copies, between buffers that are kept: what a call could cost at best. gloo on one machine:
 CPU figures, not those of a network.
 
+`parts` is attend as it is by default, where traffic is to be hidden: in as many parts as the model of the cluster says,
+each with all-to-alls of its own. `ours` has one each way.
+
 Memory of attend is that of all tensors alive at once, but for those given to it and those of the kernel. Unavoidable at
 once is the largest of (R: arrived q, k, v, which the kernel keeps for its backward; O: the output, kept by the caller)
 
@@ -162,9 +165,9 @@ def _rank(rank: int, ranks: int, store: str, tokens: int, repeats: int, output: 
 def measure_layout(spec: str, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
     """Call -> figures, of this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    balancer = SequenceBalancer(spec, kernel="none")
+    balancer, in_parts = (SequenceBalancer(spec, kernel="none", overlap=overlap) for overlap in (False, True))
     lens = _lengths(rank, ranks, tokens)
-    step = balancer.plan_routing(lens, WIDTH)
+    step, parts = balancer.plan_routing(lens, WIDTH), in_parts.plan_routing(lens, WIDTH)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(sum(lens), WIDTH, generator=generator, requires_grad=True)
     tags = torch.arange(sum(lens) * 3, dtype=torch.int32).view(-1, 3)
@@ -174,7 +177,7 @@ def measure_layout(spec: str, tokens: int, repeats: int) -> dict[str, dict[str, 
     calls: dict[str, dict[str, Callable[[], Tensor]]] = {
         "route": {"ours": lambda: step.route(x, [tags])[1]},
         "reverse_route": {"ours": lambda: step.reverse_route(y)[1]},
-        "attend": {"ours": lambda: step.layout.attend(*qkv)},
+        "attend": {"ours": lambda: step.layout.attend(*qkv), "parts": lambda: parts.layout.attend(*qkv)},
     }
     if spec != "auto":
         bags = BagSpec.parse(spec).bags()
