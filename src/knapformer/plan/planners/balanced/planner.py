@@ -33,7 +33,7 @@ from knapformer.plan.planners.balanced.labels import relabel
 from knapformer.plan.planners.balanced.moves import few_moves
 from knapformer.plan.planners.balanced.nodes import Pieces, assign_nodes
 from knapformer.plan.planners.base import Limits
-from knapformer.plan.predict import predict
+from knapformer.plan.predict import attention_traffic, traffic_time
 from knapformer.plan.sequences import Sequences
 
 Level = Literal["both", "time", "step"]
@@ -78,7 +78,8 @@ class BalancedPlanner:
         placement, traffic = self._skip(sequences, cluster, cost, work, total, cap), 0
         if placement is None and cap is None and not both:
             placement = few_moves(sequences, cluster, cost, work, self.name)
-            traffic = int(predict(placement, cluster, cost).traffic.max()) if placement is not None else 0
+            if placement is not None:
+                traffic = int(traffic_time(attention_traffic(placement), cluster, cost).max(initial=0))
         if placement is None:
             pieces = assign_nodes(sequences, cluster, cost, work, total)
             placement, traffic = self._place(sequences, cluster, cost, pieces, cap, exactly=both)
