@@ -24,7 +24,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 82rem; margin: 2rem auto
   color: var(--ink); background: var(--paper); }
 h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); } .dim { color: var(--dim); } .bad { color: var(--bad); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: bottom; }
+th, td { text-align: right; padding: .3rem .45rem; border-bottom: 1px solid var(--line); vertical-align: bottom; }
 td { white-space: nowrap; } th:first-child, td:first-child { text-align: left; }
 .planners tbody tr:last-child td { font-weight: 600; background: var(--ours); }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(32rem, 1fr)); gap: 1rem 2rem; }
