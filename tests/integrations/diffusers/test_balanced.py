@@ -129,11 +129,20 @@ def test_flux(world_size):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["flux2", "sd3.5-medium", "qwen-image", "hunyuan-video", "cogvideox-5b", "wan", "ltx-video-i2v", "z-image"],
+    ("world_size", "name"),
+    [
+        (2, "flux2"),
+        (3, "sd3.5-medium"),
+        (4, "qwen-image"),
+        (2, "hunyuan-video"),
+        (3, "cogvideox-5b"),
+        (4, "wan"),
+        (2, "ltx-video-i2v"),
+        (3, "z-image"),
+    ],
 )
-def test_every_family(name):
-    check(3, name)
+def test_every_family(world_size, name):
+    check(world_size, name)
 
 
 def test_the_comparison_can_fail():
