@@ -90,8 +90,8 @@ def compare(planner: str, trace: Trace, num_steps: int) -> dict[str, Any]:
     metrics: list[dict[str, float]] = []
     seconds: list[float] = []
     plan = find_plan(planner)
-    for step in trace.head(num_steps).steps:
-        sequences = Sequences.from_ranks(step.seq_lens, step.text_lens if trace.text == "joint" else None)
+    for step in range(trace.head(num_steps).num_steps):
+        sequences = trace.sequences(step)
         try:
             if not seconds and planner not in SLOW_STEPS:
                 plan(sequences, cluster, cost)  # the first call pays for caches
