@@ -176,7 +176,7 @@ def render_table(path: Path) -> str:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    ours = [name for name in PLANNERS if name not in ("bags", "exact")]
+    ours = [name for name in PLANNERS if name != "bags"]
     parser = argparse.ArgumentParser(description="Compare planners on traces; append one run record per pair.")
     parser.add_argument("--traces", nargs="+", default=list(TRACES), help="workload names, data codes or trace files")
     parser.add_argument("--steps", type=int, default=20, help="first steps of each trace (slow planners: at most 5)")

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from knapformer.plan import make_planner
 from knapformer.report import RecordWriter
-from knapformer.sim.presets import cluster_preset, model_preset, named_workload
-from knapformer.sim.simulate import Scenario, model_of, simulate
+from knapformer.tools.simulate.presets import cluster_preset, model_preset, named_workload
+from knapformer.tools.simulate.scenario import Scenario, model_of, simulate
 
 
 @dataclass(frozen=True)

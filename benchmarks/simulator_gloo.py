@@ -32,13 +32,13 @@ from torch.multiprocessing.spawn import start_processes
 
 from knapformer import Cluster, Placement, SequenceBalancer, Sequences
 from knapformer.attention import Layout
+from knapformer.data.profile import Terms
 from knapformer.models import MMDiT, MMDiTConfig
 from knapformer.plan import Links, Planner, make_planner
-from knapformer.plan.profile import Terms
 from knapformer.report import RecordWriter
-from knapformer.sim.presets import ModelShape
-from knapformer.sim.simulate import Scenario
-from knapformer.sim.step import StepOptions
+from knapformer.tools.simulate.presets import ModelShape
+from knapformer.tools.simulate.scenario import Scenario
+from knapformer.tools.simulate.step import StepOptions
 from knapformer.train.parallel import make_mesh, shard_model
 
 CONFIG = MMDiTConfig(

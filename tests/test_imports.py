@@ -15,7 +15,7 @@ import pytest
 import knapformer
 
 # Packages that must work without torch. Those that do not exist yet are left out; `plan` must exist.
-TORCH_FREE = ["knapformer", "knapformer.errors", "knapformer.plan", "knapformer.report", "knapformer.sim"]
+TORCH_FREE = ["knapformer", "knapformer.errors", "knapformer.plan", "knapformer.report", "knapformer.tools.simulate"]
 
 # Runs in the fresh interpreter. Arguments: the file for the report, then packages; "name.*": and all modules below it.
 CHECKER = """

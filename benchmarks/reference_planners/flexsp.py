@@ -17,11 +17,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+from benchmarks.reference_planners.milp import Milp
 from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Sequences
-from knapformer.plan.planners.milp import Milp
 
 from .rank_sets import Prices, RankSet, best, by_falling_work, check_cap, place
 

@@ -16,11 +16,11 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
+from benchmarks.reference_planners.milp import Milp
 from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Sequences
-from knapformer.plan.planners.milp import Milp
 
 from .flexsp import greedy_sets
 from .nested_groups import nested_sets

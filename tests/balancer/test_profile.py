@@ -3,9 +3,9 @@
 import pytest
 
 from knapformer import SequenceBalancer
+from knapformer.data import Profile
 from knapformer.errors import CalibrationError, RankMismatchError, SpecError
-from knapformer.plan import Profile
-from tests.plan.profiles import profile_of
+from tests.data.profiles import profile_of
 from tests.ranks import run_ranks
 
 

@@ -13,7 +13,7 @@ from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import RunRecord
 from knapformer.report.statistics import Estimate, t_quantile
 from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table, text
-from tests.report.test_plans import open_in_browser
+from tests.tools.show.test_plans import open_in_browser
 
 ENVIRONMENT = {"time": "now", "python": "3", "versions": {"numpy": "2", "torch": None}, "device": "paper <x>"}
 SECONDS = {("local", 0): [4.0, 9.0], ("local", 1): [6.0, 8.0], ("balanced", 0): [2.0, 3.0], ("balanced", 1): [2.0, 4.0]}

@@ -23,8 +23,9 @@ from knapformer.balancer.prefetch import Prefetch, PrefetchChannel
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
 from knapformer.comm.gather import check_equal, stable_digest
+from knapformer.data import Profile
 from knapformer.errors import CalibrationError, RankMismatchError, SpecError
-from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Profile, Sequences, make_planner
+from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
 from knapformer.plan.arrays import Int64Array
 from knapformer.plan.planners import BagsPlanner
 

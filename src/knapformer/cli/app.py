@@ -4,12 +4,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
+from pkgutil import iter_modules
 
 import cyclopts
 from rich.console import Console
 from rich.markup import escape
 
-from knapformer import __version__
+from knapformer import __version__, tools
 from knapformer.errors import KnapFormerError
 
 app = cyclopts.App(
@@ -24,24 +26,10 @@ app.command(
 app.command(
     "knapformer.cli.plan:plan", help="Plan recorded or generated lengths and print what a planner makes of them."
 )
-app.command("knapformer.cli.show:show", help="Draw a plan: picture, interactive page, animation or timeline.")
-app.command("knapformer.cli.advise:advise", help="Say whether balancing is worth it for a data set, and what to set.")
-app.command("knapformer.cli.simulate:simulate", help="Predict step time on a cluster one does not have.")
-app.command("knapformer.cli.replay:replay", help="Run each rank's share of a step on this device, one after the other.")
-app.command(
-    "knapformer.cli.experiment:experiment", help="Run a grid of workloads, planners and seeds, and report on it."
-)
 app.command("knapformer.cli.report:report", help="Make tables and figures of run records.")
-app.command(
-    "knapformer.cli.calibrate:calibrate_command",
-    name="calibrate",
-    help="Measure what a layer costs on this device and fit a cost model to it.",
-)
-app.command(
-    "knapformer.cli.selfcheck:selfcheck_command",
-    name="selfcheck",
-    help="Compare balanced with unbalanced outputs and gradients, of one's own model on this machine.",
-)
+for _tool in iter_modules(tools.__path__):  # each tool is a folder: its docstring is the help, `command` the command
+    _help = (import_module(f"knapformer.tools.{_tool.name}").__doc__ or "").partition("\n")[0]
+    app.command(f"knapformer.tools.{_tool.name}.command:command", name=_tool.name, help=_help)
 
 
 def run(arguments: Sequence[str]) -> int:

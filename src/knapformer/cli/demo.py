@@ -16,13 +16,13 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.cli.launch import run_on_ranks
 from knapformer.cli.train import progress_bar
 from knapformer.data import build_demo, demo_loader_groups, demo_media_options, read_manifest
 from knapformer.plan.planners import BagsPlanner, make_planner
 from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
 from knapformer.train import TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
+from knapformer.train.launch import run_on_ranks
 
 UNBALANCED, BALANCED = "unbalanced", "balanced"
 PROFILE = "demo-cpu"

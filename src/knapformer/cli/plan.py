@@ -10,9 +10,10 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.data import Trace, load_workload
-from knapformer.plan import Cluster, CostModel, Limits, Metrics, Profile, make_planner, measure
-from knapformer.report.plans import PlanView, draw_plan
+from knapformer.data import Trace, cluster_and_cost, load_workload
+from knapformer.plan import Limits, Metrics, make_planner, measure
+from knapformer.tools.show.picture import draw_plan
+from knapformer.tools.show.view import PlanView
 
 FIGURES = (
     "time_imbalance",
@@ -54,7 +55,7 @@ def plan(
     workload
         Preset (flux-joint-32, ...), data codes (g8b4i256f1s0,g4b1i512f85s1), or a trace file.
     planner
-        balanced, bags, local or exact. Default: bags if a topology is given, else balanced.
+        balanced, bags or local. Default: bags if a topology is given, else balanced.
     topology
         Bag spec for planner bags, e.g. g4n8 or g1n8+g2n4+g8n2.
     ranks
@@ -133,16 +134,6 @@ def plan_trace(
         "after": _figures(after),
         "plan_seconds": {"median": float(np.median(seconds)), "p99": float(np.quantile(seconds, 0.99))},
     }
-
-
-def cluster_and_cost(
-    trace: Trace, gamma: float, ranks_per_node: int | None, profile: str | None = None
-) -> tuple[Cluster, CostModel]:
-    """Nodes and prices a workload is planned with."""
-    cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node") if ranks_per_node is None else ranks_per_node)
-    if profile is not None:
-        return cluster, Profile.load(profile).cost_model()
-    return cluster, CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
 
 
 def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:

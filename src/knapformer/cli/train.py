@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from knapformer.cli.launch import run_on_ranks
 from knapformer.data import GroupSampler, read_manifest
 from knapformer.report import RecordWriter
 from knapformer.train import StepReport, TrainConfig, Trainer, read_config
+from knapformer.train.launch import run_on_ranks
 from knapformer.train.timeline import timeline
 from knapformer.train.trackers import scalars, tensorboard
 

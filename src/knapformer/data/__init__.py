@@ -13,11 +13,12 @@ from knapformer.data.epoch import EpochSampler
 from knapformer.data.grid import Grid, MediaOptions, grid_positions, sample_grid
 from knapformer.data.item import Item
 from knapformer.data.manifest import Manifest, read_manifest, write_manifest
+from knapformer.data.profile import Profile, shipped_profiles
 from knapformer.data.sampler import GroupSampler, LoaderGroup, loader_ranks
 from knapformer.data.shards import Shards
 from knapformer.data.text import detokenize, pooled_features, tokenize
 from knapformer.data.trace import Trace, TraceStep, read_trace, write_trace
-from knapformer.data.workloads import load_workload, preset_names
+from knapformer.data.workloads import cluster_and_cost, load_workload, preset_names
 
 __all__ = [
     "AheadPlanner",
@@ -30,10 +31,12 @@ __all__ = [
     "LoaderGroup",
     "Manifest",
     "MediaOptions",
+    "Profile",
     "Shards",
     "Trace",
     "TraceStep",
     "build_demo",
+    "cluster_and_cost",
     "demo_loader_groups",
     "demo_media_options",
     "detokenize",
@@ -47,6 +50,7 @@ __all__ = [
     "read_manifest",
     "read_trace",
     "sample_grid",
+    "shipped_profiles",
     "tokenize",
     "write_manifest",
     "write_trace",

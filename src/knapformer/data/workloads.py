@@ -12,8 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from knapformer.data.codes import generate_trace
+from knapformer.data.profile import Profile
 from knapformer.data.trace import Trace, decode_trace, read_trace
 from knapformer.errors import KnapFormerWarning, SpecError
+from knapformer.plan import Cluster, CostModel
 
 _SUFFIX = ".json.gz"
 
@@ -59,6 +61,16 @@ def load_workload(text: str, *, world_size: int | None = None, num_steps: int | 
         _warn_seed(text, seed)
         return _first_steps(trace, num_steps)
     raise _unknown(text)
+
+
+def cluster_and_cost(
+    trace: Trace, gamma: float, ranks_per_node: int | None, profile: str | None = None
+) -> tuple[Cluster, CostModel]:
+    """Nodes and prices a workload is planned with."""
+    cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node") if ranks_per_node is None else ranks_per_node)
+    if profile is not None:
+        return cluster, Profile.load(profile).cost_model()
+    return cluster, CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24), gamma=gamma)
 
 
 def _sizes_of(text: str) -> dict[int, str] | None:

@@ -12,7 +12,6 @@ from knapformer.plan.exchange import Exchange, sequence_exchange, token_exchange
 from knapformer.plan.metrics import Metrics, lower_bound, measure
 from knapformer.plan.placement import Placement, Shards
 from knapformer.plan.planners import PLANNERS, Limits, Planner, make_planner
-from knapformer.plan.profile import Profile, shipped_profiles
 from knapformer.plan.sequences import Sequences
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "Metrics",
     "Placement",
     "Planner",
-    "Profile",
     "Sequences",
     "Shards",
     "attention_exchange",
@@ -36,6 +34,5 @@ __all__ = [
     "make_planner",
     "measure",
     "sequence_exchange",
-    "shipped_profiles",
     "token_exchange",
 ]

@@ -7,7 +7,9 @@ from typing import Any
 
 from knapformer.errors import BackendUnavailableError, DataError
 
-BEFORE, AFTER = "#D55E00", "#0072B2"  # Okabe and Ito's palette: distinct to colour-blind readers
+HUES = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+"""Okabe and Ito's palette: distinct to colour-blind readers."""
+BEFORE, AFTER = "#D55E00", "#0072B2"
 BEFORE_LIGHT, AFTER_LIGHT = "#F2B48A", "#8CBFE0"
 
 

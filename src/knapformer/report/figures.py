@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, new_figure
-from knapformer.report.plans.style import HUES
+from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, HUES, new_figure
 from knapformer.report.records import RunRecord
 from knapformer.report.tables import MissingError, steps_of
 

@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -147,6 +147,20 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
         else:
             runs[name].steps.append({k: v for k, v in record.items() if k not in ("schema", "kind", "name")})
     return runs
+
+
+def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
+    """All runs of files and of experiments' folders. Raises `DataError` for what cannot be read."""
+    found: list[RunRecord] = []
+    for path in paths:
+        file = path / "records.jsonl" if path.is_dir() else path
+        try:
+            found += read_records(file).values()
+        except OSError as error:
+            raise DataError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+    if not found:
+        raise DataError("no runs to report on; give a record file or the folder of an experiment")
+    return found
 
 
 def _mend_last_line(path: Path) -> None:

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from knapformer.data import LoaderGroup, MediaOptions
+from knapformer.data import LoaderGroup, MediaOptions, shipped_profiles
 from knapformer.errors import SpecError
 from knapformer.models import CrossDiTConfig, MMDiTConfig
-from knapformer.plan import shipped_profiles
 from knapformer.train.loss import LossMode
 
 

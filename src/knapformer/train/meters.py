@@ -22,8 +22,7 @@ from knapformer.errors import KnapFormerWarning, SpecError
 from knapformer.plan.arrays import Int64Array
 from knapformer.plan.cluster import MAX_SPEED, NOMINAL_SPEED
 from knapformer.plan.cost import CostModel
-from knapformer.plan.fitting import non_negative
-from knapformer.plan.profile import Floats
+from knapformer.train.least_squares import Floats, non_negative
 
 HUBER = 0.1
 """Relative deviation from which a run counts less."""

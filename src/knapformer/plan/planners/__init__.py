@@ -10,14 +10,12 @@ from knapformer.plan.bagspec import BagSpec
 from knapformer.plan.planners.bags import BagsPlanner
 from knapformer.plan.planners.balanced import BalancedPlanner
 from knapformer.plan.planners.base import Limits, Planner
-from knapformer.plan.planners.exact import ExactPlanner
 from knapformer.plan.planners.local import LocalPlanner
 
 PLANNERS: dict[str, Callable[..., Planner]] = {
     "local": LocalPlanner,
     "bags": BagsPlanner,
     "balanced": BalancedPlanner,
-    "exact": ExactPlanner,
 }
 """Name -> constructor. `bags` takes the bag spec; the others take keyword options only."""
 
@@ -39,7 +37,6 @@ __all__ = [
     "PLANNERS",
     "BagsPlanner",
     "BalancedPlanner",
-    "ExactPlanner",
     "Limits",
     "LocalPlanner",
     "Planner",

@@ -1,0 +1,178 @@
+"""From measured packs to a profile's laws: small least-squares problems with prices that cannot be negative.
+
+All fits minimise the *relative* error, sum of (modelled / measured - 1)^2, so that a pack of 1 ms counts as much as one
+of 1 s. There are four prices at most, so the best non-negative ones are found by solving for every subset of them.
+
+    two_term   token, row_key                        of the layer's time
+    terms      token, row_key, sequence, step        of the layer's time
+    table      row(L): attention's own time per row, made monotone; then token, sequence, step of the rest
+
+Each law is fitted to the packs that are not held out, for each phase on its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from knapformer.data.profile import FITS, PHASES, PLAIN, Fit, Floats, Flops, Sample, Terms
+from knapformer.errors import CalibrationError
+from knapformer.train.least_squares import non_negative
+
+WORTH = 0.9
+"""A law with more freedom is recommended only if its error is below this share of the simpler one's, and by 0.1 %."""
+
+
+def fit_laws(samples: Sequence[Sample], num_heads: int, flops: dict[str, Flops]) -> tuple[dict[str, Fit], str]:
+    """Fit all laws.
+
+    Args:
+        samples: measured packs, some of them held out.
+        num_heads: of the layer.
+        flops: of the layer by phase, for gamma.
+
+    Returns:
+        The laws by name, and the name of the one to use.
+
+    Raises:
+        CalibrationError: if the packs cannot tell the prices apart, or measured times make no sense.
+    """
+    fitted, held_out = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
+    _check(fitted, held_out)
+    prices = {name: {phase: _LAWS[name](fitted, phase, num_heads) for phase in PHASES} for name in FITS}
+    longest = max(length for s in fitted for length in s.lengths)
+    fits = {}
+    for name, phases in prices.items():
+        ratio = {p: relative_errors(held_out, {p: phases[p]}, num_heads) for p in PHASES}
+        total = relative_errors(held_out, phases, num_heads)
+        fits[name] = Fit(
+            phases=phases,
+            gamma=_gamma(phases, flops, longest),
+            mean_error=float(total.mean()),
+            worst_error=float(total.max()),
+            phase_error={p: float(error.mean()) for p, error in ratio.items()},
+        )
+    recommended = FITS[0]
+    for name in FITS[1:]:
+        if fits[name].mean_error < WORTH * fits[recommended].mean_error - 1e-3:
+            recommended = name
+    return fits, recommended
+
+
+def relative_errors(samples: Sequence[Sample], phases: dict[str, Terms], num_heads: int) -> Floats:
+    """|modelled / measured - 1| of each sample, over the given phases together."""
+    measured = np.array([sum(s.layer[p].seconds for p in phases) for s in samples])
+    modelled = np.array([sum(_modelled(s, terms, num_heads) for terms in phases.values()) for s in samples])
+    return np.abs(modelled / measured - 1)
+
+
+def additivity(samples: Sequence[Sample], terms: dict[str, Terms]) -> float:
+    """Mean over packs of several lengths of |pack / sum of its sequences measured alone - 1|.
+
+    Sequences that were not measured alone make a pack unusable for this. The layer's constant is in each part, and is
+    taken off but once. Raises `CalibrationError` if no pack is usable.
+    """
+
+    def seconds(sample: Sample) -> float:
+        return sum(sample.layer[p].seconds for p in PHASES)
+
+    step = sum(terms[p].step for p in PHASES)
+    alone = {s.lengths[0]: seconds(s) for s in samples if len(s.lengths) == 1}
+    deviations = [
+        abs(seconds(s) / (sum(alone[length] for length in s.lengths) - step * (len(s.lengths) - 1)) - 1)
+        for s in samples
+        if len(set(s.lengths)) > 1 and alone.keys() >= set(s.lengths)
+    ]
+    if not deviations:
+        raise CalibrationError("no pack of several lengths, each of them also measured alone, to test additivity on")
+    return float(np.mean(deviations))
+
+
+def isotonic(values: Floats, weights: Floats) -> Floats:
+    """The rising sequence nearest to `values` in weighted squares: neighbours that fall are pooled to their mean."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, entries
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, u, m), (b, v, n) = pools[-2:]
+            pools[-2:] = [((a * u + b * v) / (u + v), u + v, m + n)]
+    return np.repeat([p[0] for p in pools], [p[2] for p in pools])
+
+
+# -- the laws ---------------------------------------------------------------------------------------------------------
+
+
+def _two_term(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+    columns = _columns(samples, num_heads)[:, 2:]
+    token, row_key = _relative(columns, _seconds(samples, phase))
+    return Terms(token, row_key)
+
+
+def _terms(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+    step, sequence, token, row_key = _relative(_columns(samples, num_heads), _seconds(samples, phase))
+    return Terms(token, row_key, sequence, step)
+
+
+def _table(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+    equal = [s for s in samples if len(set(s.lengths)) == 1]
+    lengths = sorted({s.lengths[0] for s in equal})
+    per_row, weights = np.zeros(len(lengths)), np.zeros(len(lengths))
+    for i, length in enumerate(lengths):
+        # Alone and several of a kind: the geometric mean, as errors are relative.
+        times = [s.attention[phase].seconds / (num_heads * sum(s.lengths)) for s in equal if s.lengths[0] == length]
+        per_row[i], weights[i] = np.exp(np.mean(np.log(times))), len(times)
+    # Relative errors count here too, so pools are formed of logarithms.
+    row = np.exp(isotonic(np.log(per_row), weights))
+    table = Terms(0.0, lengths=tuple(lengths), row=tuple(row.tolist()))
+    attention = np.array([_modelled(s, table, num_heads) for s in samples])
+    seconds = _seconds(samples, phase)
+    step, sequence, token = _relative(_columns(samples, num_heads)[:, :3], seconds, seconds - attention)
+    return Terms(token, 0.0, sequence, step, table.lengths, table.row)
+
+
+_LAWS = {"two_term": _two_term, "terms": _terms, "table": _table}
+
+
+def _columns(samples: Sequence[Sample], num_heads: int) -> Floats:
+    """(N, 4): 1, sequences, tokens, row-keys of each pack."""
+    packs = [np.asarray(s.lengths, dtype=np.float64) for s in samples]
+    return np.array([(1, len(p), p.sum(), num_heads * (p @ p)) for p in packs])
+
+
+def _seconds(samples: Sequence[Sample], phase: str) -> Floats:
+    return np.array([s.layer[phase].seconds for s in samples])
+
+
+def _relative(columns: Floats, seconds: Floats, target: Floats | None = None) -> list[float]:
+    """Non-negative prices of `columns` that come nearest to `target` (default `seconds`), relative to `seconds`."""
+    return non_negative(columns / seconds[:, None], (seconds if target is None else target) / seconds).tolist()
+
+
+def _modelled(sample: Sample, terms: Terms, num_heads: int) -> float:
+    lengths = np.asarray(sample.lengths, dtype=np.float64)
+    rows = num_heads * lengths @ terms.row_seconds(lengths)
+    return float(terms.token_seconds(lengths.sum(), len(lengths)) + rows)
+
+
+def _gamma(phases: dict[str, Terms], flops: dict[str, Flops], longest: int) -> float:
+    """Seconds per attention FLOP over seconds per token-wise FLOP, in a plain layer, at the longest length."""
+    attention = sum(float(phases[p].row_seconds(longest)) / longest for p in PLAIN)
+    token = sum(phases[p].token for p in PLAIN)
+    attention_flop, token_flop = sum(flops[p].row_key for p in PLAIN), sum(flops[p].token for p in PLAIN)
+    return attention / attention_flop * token_flop / token if token and attention_flop else 0.0
+
+
+def _check(fitted: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+    """That there is enough, and that all times are positive."""
+    lengths = {length for s in fitted for length in s.lengths}
+    if len(fitted) < 4 or len(lengths) < 3 or not held_out:
+        raise CalibrationError(
+            f"{len(fitted)} packs of {len(lengths)} lengths to fit and {len(held_out)} held out; "
+            "measure at least 4 of 3 and 1"
+        )
+    for sample in [*fitted, *held_out]:
+        for phase in PHASES:
+            for what, timing in (("layer", sample.layer[phase]), ("attention", sample.attention[phase])):
+                if not 0 < timing.seconds < np.inf:
+                    raise CalibrationError(
+                        f"{what} of lengths {sample.lengths[:8]}, {phase}: {timing.seconds!r} s; times must be positive"
+                    )

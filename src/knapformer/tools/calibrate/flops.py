@@ -1,0 +1,42 @@
+"""FLOP of a layer, counted by torch on the meta device: no constant of ours, no work, no memory.
+
+A layer's FLOP are  sequences * a + tokens * b + row-keys * c  exactly, so three packs tell the three. On other devices
+torch does not see the FLOP of every attention kernel, so layers are copied to the meta device for counting.
+"""
+
+from copy import copy, deepcopy
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from knapformer.data.profile import PHASES, Flops
+from knapformer.tools.calibrate.subjects import Subject
+
+_LENGTHS = (64, 128, 256)
+
+
+def count_flops(subject: Subject) -> dict[str, Flops]:
+    """FLOP of one layer by phase, wherever the subject is."""
+    counted = copy(subject)
+    counted.module = deepcopy(subject.module).to("meta")
+    counts = np.array([_count(counted, length) for length in _LENGTHS])
+    columns = np.array([(1, length, subject.shape.num_heads * length**2) for length in _LENGTHS], dtype=np.float64)
+    # Counts are whole numbers of FLOP, and so are the prices, but for layers counted together.
+    prices = np.linalg.solve(columns, counts).round(3).T.tolist()
+    return {
+        phase: Flops(token=token, row_key=row_key, sequence=sequence)
+        for phase, (sequence, token, row_key) in zip(PHASES, prices, strict=True)
+    }
+
+
+def _count(subject: Subject, length: int) -> list[float]:
+    """FLOP per layer by phase."""
+    layout = subject.layout((length,), "sdpa_loop")
+    inputs = subject.inputs(layout)
+    with FlopCounterMode(display=False) as forward:
+        output = subject.run(layout, *inputs)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(output, subject.leaves(inputs), torch.empty_like(output), allow_unused=True)
+    totals = [forward.get_total_flops(), forward.get_total_flops(), backward.get_total_flops()]
+    return [total / subject.shape.num_layers for total in totals]

@@ -1,0 +1,114 @@
+"""Engine `torchrun`: cells are training runs, one after the other in the ranks that torchrun started.
+
+A workload is a training file (docs/train.md) beside the grid, or "demo", the run of `knapformer demo`, whose data set
+is built in the run directory. The grid replaces its steps, its seed and its planner, and nothing else, so that all
+planners take the same batches from the same weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from knapformer.data import build_demo, read_manifest
+from knapformer.errors import KnapFormerError, SpecError
+from knapformer.tools.experiment.grid import GRIDS, Cell, Grid
+from knapformer.tools.experiment.loop import Started, run_cells
+from knapformer.tools.experiment.store import Store
+from knapformer.train import TrainConfig, Trainer, read_config
+from knapformer.train.config import ModelConfig
+
+
+def cell_config(grid: Grid, cell: Cell, folder: Path) -> TrainConfig:
+    """The training run of a cell.
+
+    Args:
+        grid, cell: what to run.
+        folder: of the run; the demo's data set is in it.
+
+    Raises:
+        SpecError: naming the file and what is wrong in it.
+    """
+    if cell.workload == "demo":
+        config = msgspec.toml.decode((GRIDS / "demo.toml").read_bytes(), type=TrainConfig)
+        manifest = str(folder / "demo" / "manifest.jsonl")
+        config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, manifest=manifest))
+    else:
+        config = read_config(Path(grid.folder) / cell.workload)
+    model = config.model
+    if cell.model is not None:
+        if cell.model not in grid.shapes:
+            raise SpecError(f"grid {grid.name!r}: model {cell.model!r} needs a table [shapes.{cell.model}]")
+        try:
+            model = msgspec.convert(msgspec.to_builtins(model) | grid.shapes[cell.model], ModelConfig)
+        except msgspec.ValidationError as error:
+            raise SpecError(f"grid {grid.name!r}: [shapes.{cell.model}]: {error}") from error
+    balancer = msgspec.structs.replace(config.balancer, planner=cell.planner_name, topology=cell.topology)
+    run = msgspec.structs.replace(
+        config.train, steps=grid.steps, seed=cell.seed, checkpoints=None, record="", ranks=grid.num_ranks
+    )
+    return msgspec.structs.replace(config, model=model, balancer=balancer, train=run)
+
+
+def prepare_data(grid: Grid, folder: Path) -> None:
+    """Build what cells need that is not there yet, and check their configurations. On one process, before ranks start.
+
+    Raises:
+        SpecError: for a configuration that cannot be read.
+    """
+    if "demo" in grid.workloads:
+        build_demo(folder / "demo")
+    for cell in grid.cells():
+        cell_config(grid, cell, folder).shape()
+
+
+class TrainEngine:
+    """Trains cells of a grid on all ranks. Collective."""
+
+    def __init__(self, grid: Grid, folder: Path, device: torch.device) -> None:
+        self.grid, self.folder, self.device = grid, folder, device
+
+    def __call__(self, cell: Cell) -> Started:
+        config = cell_config(self.grid, cell, self.folder)
+        if (ranks := dist.get_world_size()) != self.grid.num_ranks:
+            raise SpecError(f"grid {self.grid.name!r} is for {self.grid.num_ranks} ranks, {ranks} were started")
+        trainer = Trainer(config, read_manifest(config.data.manifest), self.device)
+        words = torch.cuda.get_device_name() if self.device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
+        return Started(config.to_json(), f"{words} x {ranks}", self._steps(trainer))
+
+    def _steps(self, trainer: Trainer) -> Iterator[dict[str, Any]]:
+        for _, report in trainer.fit():
+            yield report.to_json()
+
+
+def train_cells(device: torch.device, store: Store, launch: str, on_step: Any) -> None:
+    """Run the grid's missing cells on this rank. Collective.
+
+    Args:
+        device: of this rank.
+        store: the run directory; only rank 0 uses it.
+        launch: that started these ranks, see `Store.prepare`.
+        on_step: see `run_cells`.
+
+    Raises:
+        SpecError: on all ranks, if the grid cannot be trained or another process has its directory.
+    """
+    first = dist.get_rank() == 0
+    found: list[Any] = [None]
+    with ExitStack() as held:
+        if first:
+            try:
+                held.enter_context(store.locked())
+                prepare_data(store.grid, store.folder)
+                found = [store.prepare(launch)]
+            except KnapFormerError as error:
+                found = [error]
+        dist.broadcast_object_list(found)
+        if isinstance(found[0], KnapFormerError):
+            raise found[0]
+        engine = TrainEngine(store.grid, store.folder, device)
+        run_cells(store, found[0], engine, writes=first, alone=dist.get_world_size() == 1, on_step=on_step)

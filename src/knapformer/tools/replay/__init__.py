@@ -1,0 +1,1 @@
+"""Run each rank's share of a step on this device, one after the other."""
