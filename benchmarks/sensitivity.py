@@ -3,8 +3,8 @@
     python benchmarks/sensitivity.py -o benchmarks/results/sensitivity.jsonl
 
 The right prices are those of FLUX's shapes with gamma 1.25 and a price per sequence (its modulation, 12 d_model^2
-FLOP). One price at a time is scaled: `row_key` (which is gamma), `token`, or `sequence`. One run per trace and planner,
-one line per price and factor: the mean over steps of
+FLOP). One price at a time is scaled: `per_qk_pair` (which is gamma), `token`, or `sequence`. One run per trace and
+planner, one line per price and factor: the mean over steps of
 
     time_imbalance             max/mean over ranks of load
     step_over_ideal            predicted step with no traffic hidden, over ideal compute; `_overlap` with traffic hidden
@@ -25,7 +25,7 @@ from knapformer.report import RecordWriter
 ROOT = Path(__file__).resolve().parents[1]
 TRACES = ("flux-joint-32", "flux-mixed-32", "real-mix-32")
 PLANNERS = ("bags:g1n32", "bags:g4n8", "bags:g8n4", "bags:g1n8+g2n4+g8n2", "balanced")
-PRICES = ("row_key", "token", "sequence")
+PRICES = ("per_qk_pair", "token", "sequence")
 FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
 FIGURES = ("time_imbalance", "step_over_ideal", "step_over_ideal_overlap")
 

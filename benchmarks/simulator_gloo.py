@@ -220,10 +220,10 @@ def fit_prices(packs: list[tuple[float, float]]) -> dict[str, Terms]:
             if (found >= 0).all():
                 break
             del used[int(np.argmin(found * columns[:, used].mean(axis=0)))]
-        step, token, row_key, sequence = (
+        step, token, per_qk_pair, sequence = (
             dict(zip(used, found / SHAPE.num_layers, strict=True)).get(i, 0.0) for i in range(4)
         )
-        phases[phase] = Terms(token, row_key, sequence, step)
+        phases[phase] = Terms(token, per_qk_pair, sequence, step)
     return {"forward": phases["recompute"], **phases}
 
 
@@ -238,7 +238,7 @@ def scenario(world_size: int, prices: dict[str, Terms], measured: Measured | Non
     if measured is None:
         return plain
     share = min(1.0, cores / world_size)  # of a core that each rank has while all are busy
-    attention = {p: Terms(0.0, t.row_key) for p, t in prices.items()}
+    attention = {p: Terms(0.0, t.per_qk_pair) for p, t in prices.items()}
     rows = sum(float(t.row_seconds(2048)) for p, t in attention.items() if p != "forward")
     compute = rows * SHAPE.num_heads * 2048 / world_size / share
     passes = 4  # q, k, v there and outputs back, forward and backward
@@ -291,7 +291,7 @@ def main() -> None:
         packs = spawn(min(2, os.cpu_count() or 1), folder, None)
         prices = fit_prices(packs)
         config = {"ranks": arguments.ranks, "mixes": MIXES, "bags": BAGS, "cores": os.cpu_count(), "packs": packs}
-        config |= {"prices": {p: [t.step, t.token, t.row_key, t.sequence] for p, t in prices.items()}}
+        config |= {"prices": {p: [t.step, t.token, t.per_qk_pair, t.sequence] for p, t in prices.items()}}
         with RecordWriter(arguments.output, "simulator-gloo", config, "cpu, gloo, 1 thread a rank") as writer:
             for world_size in arguments.ranks:
                 measured = spawn(world_size, folder, prices)

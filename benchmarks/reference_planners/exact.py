@@ -290,7 +290,7 @@ class _Program:
         work = []
         for shares, length in zip(self.shares, self.lengths, strict=True):
             share = shares[rank]
-            work += [scale(share.tokens, cost.token * length), scale(share.rows, cost.row_key * length * length)]
+            work += [scale(share.tokens, cost.token * length), scale(share.rows, cost.per_qk_pair * length * length)]
             if cost.sequence:
                 there = self.milp.variable(0, 1, integer=True)
                 self.milp.row(add(share.tokens, {there: -1.0}), high=0)

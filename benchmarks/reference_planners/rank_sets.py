@@ -41,7 +41,7 @@ class Prices:
         fast, slow, _ = row_prices(self.cluster, self.cost)
         heads, work = self.cost.num_heads, self.cost.work(length) / degree
         crossing = length * ((in_node - 1) * fast + (degree - in_node) * slow) / degree  # per row of each token
-        uneven_work = (-(-heads // degree) / (heads / degree) - 1) * self.cost.row_key * heads * length**2 / degree
+        uneven_work = (-(-heads // degree) / (heads / degree) - 1) * self.cost.per_qk_pair * heads * length**2 / degree
         touched = (heads + degree - math.gcd(heads, degree)) / degree
         whole_heads = uneven_work + 4 * -(-heads // degree) * crossing
         equal_rows = (2 * touched + 2 * heads / degree) * crossing

@@ -14,7 +14,7 @@ from knapformer.plan.predict import predict, row_prices
 pytest.importorskip("highspy")
 
 FREE = Links(intra_node=1e30, inter_node=1e30)
-COST = CostModel(num_heads=2, token=100, row_key=10, head_dim=1)
+COST = CostModel(num_heads=2, token=100, per_qk_pair=10, head_dim=1)
 
 
 def links(row_price: int, between_nodes: int | None = None) -> Links:
@@ -68,7 +68,7 @@ def test_a_rank_twice_as_fast_does_twice_as_much() -> None:
 )
 def test_a_sequence_is_split_while_traffic_costs_less_than_half_of_it(row_price: int, step: int, split: bool) -> None:
     """Attention costs nothing, so a whole sequence takes 400 and halves 200 and 8 rows of traffic."""
-    cost = CostModel(num_heads=2, token=100, row_key=0, head_dim=1)
+    cost = CostModel(num_heads=2, token=100, per_qk_pair=0, head_dim=1)
     cluster = Cluster(2, links=links(row_price))
     assert row_prices(cluster, cost)[0] == row_price
     plan = exact([[4], []], cluster, cost)
@@ -77,7 +77,7 @@ def test_a_sequence_is_split_while_traffic_costs_less_than_half_of_it(row_price:
 
 
 def test_slow_links_between_nodes_keep_a_sequence_in_one_node() -> None:
-    cost = CostModel(num_heads=2, token=100, row_key=0, head_dim=1)
+    cost = CostModel(num_heads=2, token=100, per_qk_pair=0, head_dim=1)
     near = exact([[4], [], [], []], Cluster(4, ranks_per_node=2, links=links(1, 1000)), cost)
     assert near.step == 208
     assert set(near.placement.token_shards.rank.tolist()) == {0, 1}
@@ -88,7 +88,7 @@ def test_slow_links_between_nodes_keep_a_sequence_in_one_node() -> None:
 
 def test_a_price_per_sequence_keeps_its_tokens_together() -> None:
     """Tokens stay whole, 4 and 2; the attention of both goes to the rank with fewer."""
-    prices = {"num_heads": 1, "token": 100, "row_key": 1, "head_dim": 1}
+    prices = {"num_heads": 1, "token": 100, "per_qk_pair": 1, "head_dim": 1}
     cluster = Cluster(2, links=FREE)
     assert exact([[4], [2]], cluster, CostModel(**prices)).step == (6 * 100 + 4 * 4 + 2 * 2) // 2
     whole = exact([[4], [2]], cluster, CostModel(**prices, sequence=10_000))

@@ -26,7 +26,7 @@ from knapformer.errors import PlanError
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner, measure
 from knapformer.plan.predict import predict
 
-LINEAR = CostModel(num_heads=4, token=1, row_key=0, head_dim=1)  # work is the length; traffic costs thousands of it
+LINEAR = CostModel(num_heads=4, token=1, per_qk_pair=0, head_dim=1)  # work is the length; traffic costs thousands of it
 QUICK: list[Planner] = [
     LPTPlanner(),
     KarmarkarKarpPlanner(),

@@ -30,7 +30,7 @@ def samples_of(row: Callable[[str, float], float] | None = None, noise: float = 
     for lengths in PACKS:
         layer, attention = {}, {}
         for phase, terms in TRUE.items():
-            price = (lambda n, p=phase: row(p, n)) if row else (lambda n, t=terms: t.row_key * n)
+            price = (lambda n, p=phase: row(p, n)) if row else (lambda n, t=terms: t.per_qk_pair * n)
             rows = sum(HEADS * n * price(n) for n in lengths)
             layer[phase] = timing(float(terms.token_seconds(sum(lengths), len(lengths))) + rows)
             attention[phase] = timing(rows)

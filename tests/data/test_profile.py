@@ -22,7 +22,7 @@ def test_predictions_are_the_formula(profile):
     lengths = [100, 7, 2000]
     for phase in PHASES:
         t = TRUE[phase]
-        expected = t.step + 3 * t.sequence + sum(t.token * n + t.row_key * HEADS * n * n for n in lengths)
+        expected = t.step + 3 * t.sequence + sum(t.token * n + t.per_qk_pair * HEADS * n * n for n in lengths)
         assert profile.seconds(lengths, phase, fit="terms") == pytest.approx(expected, rel=1e-6)
         assert profile.seconds([*lengths, 1], phase, fit="terms") != pytest.approx(expected, rel=1e-6)
     assert profile.seconds(lengths) == pytest.approx(sum(profile.seconds(lengths, p) for p in PHASES))
@@ -62,7 +62,7 @@ def test_shipped_profiles_can_be_planned_with():
     for name in shipped_profiles():
         found = Profile.load(name)
         assert found.name == name
-        assert found.cost_model().token > 0 and found.cost_model().row_key > 0
+        assert found.cost_model().token > 0 and found.cost_model().per_qk_pair > 0
         assert found.fits[found.recommended].mean_error <= 0.05
 
 
@@ -79,9 +79,9 @@ def test_shipped_profiles_can_be_planned_with():
             r"phases.forward.token is -1e-09; expected",
         ),
         (
-            ["fits", "terms", "phases", "backward", "row_key"],
+            ["fits", "terms", "phases", "backward", "per_qk_pair"],
             float("nan"),
-            r"backward.row_key is nan; expected",
+            r"backward.per_qk_pair is nan; expected",
         ),
         (["fits", "table", "phases", "forward", "row"], [3.0, 1.0], "rising lengths, one for each entry"),
         (["fits", "table", "phases", "forward", "lengths"], [0], "lengths is 0; expected integers of at least 1"),

@@ -16,7 +16,7 @@ from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Sequ
 from knapformer.plan.metrics import imbalance
 from knapformer.plan.planners import BagsPlanner
 
-COST = CostModel(num_heads=4, token=3, row_key=1)
+COST = CostModel(num_heads=4, token=3, per_qk_pair=1)
 
 BROKEN_RULES = (
     "rising work",
@@ -35,7 +35,7 @@ def reference(
 ) -> list[int]:
     """Bag of each sequence of one balancing group. Exact fractions, every bag looked at; `broken` changes one thing."""
     bags = [(index, len(ranks)) for index, ranks in enumerate(spec.bags())]
-    work = [cost.sequence + cost.token * n + cost.row_key * cost.num_heads * n * n for n in lengths]
+    work = [cost.sequence + cost.token * n + cost.per_qk_pair * cost.num_heads * n * n for n in lengths]
     capacity = {index: Fraction(sum(work) * size, spec.num_ranks) for index, size in bags}
     filled = dict.fromkeys(capacity, 0)
     chosen = [-1] * len(lengths)

@@ -111,7 +111,7 @@ def test_the_cap_holds_where_budgets_are_refined() -> None:
 @given(sequences(), st.integers(1, 9), st.integers(1, 64), st.sampled_from([None, "both", "time"]))
 def test_valid_placements(case: tuple[Sequences, int], per_node: int, heads: int, level: str | None) -> None:
     seqs, world = case
-    cost = CostModel(heads, token=1000, row_key=7)
+    cost = CostModel(heads, token=1000, per_qk_pair=7)
     check(seqs, Cluster(world, per_node), cost, BalancedPlanner(level), Limits())  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from knapformer.plan import TICKS_PER_SECOND, Cluster, CostModel, Sequences, mak
 def test_prices_by_hand() -> None:
     # One FLOP a tick. Token-wise: 24 * 64**2. A row against a key: 0.5 * 4 * 64 / 4 heads.
     cost = CostModel.from_shapes(64, 4, gamma=0.5, sequence_flop=1000, token_flops=TICKS_PER_SECOND)
-    assert cost == CostModel(num_heads=4, token=98_304, row_key=32, sequence=1000, head_dim=16)
+    assert cost == CostModel(num_heads=4, token=98_304, per_qk_pair=32, sequence=1000, head_dim=16)
     assert cost.work(np.array([1, 10])).tolist() == [98_304 + 128 + 1000, 983_040 + 12_800 + 1000]
 
 
@@ -54,9 +54,9 @@ def test_work_is_the_paper_s_formula(
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 10**9), st.integers(1, 10**6), st.integers(0, 10**9), st.integers(1, 300_000))
-def test_work_is_exact(heads: int, token: int, row_key: int, sequence: int, length: int) -> None:
-    cost = CostModel(heads, token, row_key, sequence)
-    exact = sequence + token * length + row_key * heads * length * length
+def test_work_is_exact(heads: int, token: int, per_qk_pair: int, sequence: int, length: int) -> None:
+    cost = CostModel(heads, token, per_qk_pair, sequence)
+    exact = sequence + token * length + per_qk_pair * heads * length * length
     if exact < 2**63:
         assert int(cost.work(np.array([length]))[0]) == exact
 
@@ -90,7 +90,7 @@ def test_only_ratios_matter_to_the_speed_assumed() -> None:
         (lambda: CostModel(0, 1, 1), "num_heads is 0; it must be an integer of at least 1"),
         (lambda: CostModel(4, -1, 1), "token is -1; it must be an integer of at least 0"),
         (lambda: CostModel(4, 1.5, 1), "token is 1.5; it must be an integer"),  # type: ignore[arg-type]
-        (lambda: CostModel(4, 1, np.int64(1)), "row_key is .*; it must be an integer"),  # type: ignore[arg-type]
+        (lambda: CostModel(4, 1, np.int64(1)), "per_qk_pair is .*; it must be an integer"),  # type: ignore[arg-type]
         (lambda: CostModel(4, 1, 1, sequence=-2), "sequence is -2"),
         (lambda: CostModel(4, 1, 1, head_dim=0), "head_dim is 0; it must be an integer of at least 1"),
         (lambda: CostModel(True, 1, 1), "num_heads is True"),

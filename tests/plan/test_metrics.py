@@ -28,7 +28,7 @@ COSTS = st.builds(
     CostModel,
     num_heads=st.just(1),
     token=st.integers(0, 1000),
-    row_key=st.integers(1, 1000),
+    per_qk_pair=st.integers(1, 1000),
     sequence=st.integers(0, 10_000),
 )
 SPEEDS = st.lists(st.integers(200, 3000), min_size=7, max_size=7)
@@ -99,7 +99,7 @@ def test_metrics_by_hand() -> None:
     tokens = shards([(0, 0, 0, 2), (0, 2, 2, 4), (1, 1, 0, 2), (2, 3, 0, 6)])
     rows = shards([(0, 0, 0, 3), (0, 2, 3, 8), (1, 1, 0, 4), (2, 3, 0, 12)])
     placement = Placement(seqs, 4, 2, tokens, rows).validate()
-    cost = CostModel(num_heads=2, token=10, row_key=1, sequence=7)
+    cost = CostModel(num_heads=2, token=10, per_qk_pair=1, sequence=7)
     got = measure(placement, Cluster(4, 2), cost)
 
     loads = [2 * 10 + 3 * 4 + 7, 2 * 10 + 4 * 2 + 7, 2 * 10 + 5 * 4 + 7, 6 * 10 + 12 * 6 + 7]  # 39, 35, 47, 139
@@ -156,7 +156,7 @@ def test_to_json_has_every_figure() -> None:
 def test_a_uniform_bag_crosses_exactly_1_minus_1_over_g(size: int, heads: int) -> None:
     """Lengths that the bag divides; the heads need not be divisible."""
     seqs = Sequences.from_ranks([[24, 48]] + [[72]] * (2 * size - 1))
-    cost = CostModel(num_heads=heads, token=1, row_key=1)
+    cost = CostModel(num_heads=heads, token=1, per_qk_pair=1)
     placement = make_planner("bags", f"g{size}n2")(seqs, Cluster(2 * size), cost)
     got = measure(placement, Cluster(2 * size, size), cost)
     assert got.split_traffic == (size - 1) / size
@@ -166,7 +166,7 @@ def test_a_uniform_bag_crosses_exactly_1_minus_1_over_g(size: int, heads: int) -
 
 def test_a_bag_of_another_size_has_another_share() -> None:
     seqs = Sequences.from_ranks([[24], [48], [72], [24]])
-    cost = CostModel(num_heads=8, token=1, row_key=1)
+    cost = CostModel(num_heads=8, token=1, per_qk_pair=1)
     shares = [
         measure(make_planner("bags", spec)(seqs, Cluster(4), cost), Cluster(4), cost).split_traffic
         for spec in ("g1n4", "g2n2", "g4n1", "g1n2+g2n1")
@@ -178,7 +178,7 @@ def test_a_bag_of_another_size_has_another_share() -> None:
 @pytest.mark.parametrize(("ranks_per_node", "share"), [(8, 0), (4, 1 / 2), (2, 3 / 4), (1, 7 / 8)])
 def test_cross_node_share_of_a_bag_that_spans_nodes(ranks_per_node: int, share: float) -> None:
     seqs = Sequences.from_ranks([[64], [16]] + [[8]] * 6)
-    cost = CostModel(num_heads=16, token=1, row_key=1)
+    cost = CostModel(num_heads=16, token=1, per_qk_pair=1)
     got = measure(make_planner("bags", "g8n1")(seqs, Cluster(8), cost), Cluster(8, ranks_per_node), cost)
     assert got.cross_node_traffic == share
     assert got.split_traffic == 7 / 8
@@ -253,7 +253,7 @@ def test_predicted_step_by_hand(heads: int, more: list[int], step: int, overlap:
     rows = [(0, 0, 0, 2 * heads), (0, 1, 2 * heads, 4 * heads)]
     rows += [(1 + i, i, 0, heads * more[0]) for i in range(2) if more]
     placement = Placement(seqs, 2, heads, shards(tokens), shards(rows)).validate()
-    cost = CostModel(heads, token=10, row_key=1, sequence=7, head_dim=5)
+    cost = CostModel(heads, token=10, per_qk_pair=1, sequence=7, head_dim=5)
     cluster = Cluster(2, links=Links(intra_node=TICKS_PER_SECOND, element_bytes=2))  # 10 ticks a row
     got = measure(placement, cluster, cost)
     ideal = int(rank_loads(placement, cost).max())
@@ -267,7 +267,7 @@ def test_predicted_step_by_hand(heads: int, more: list[int], step: int, overlap:
 def test_hiding_traffic_never_takes_longer() -> None:
     """One token on rank 1, its row on rank 0: q, k and v (3 rows) go one way, then the output the other."""
     placement = Placement(Sequences.from_ranks([[1], []]), 2, 1, shards([(0, 1, 0, 1)]), shards([(0, 0, 0, 1)]))
-    got = measure(placement.validate(), Cluster(2), CostModel(1, token=1, row_key=1))
+    got = measure(placement.validate(), Cluster(2), CostModel(1, token=1, per_qk_pair=1))
     assert got.step_over_ideal_overlap <= got.step_over_ideal
 
 
@@ -292,7 +292,7 @@ def test_no_placement_beats_the_lower_bound(placement: Placement, cost: CostMode
 
 @pytest.mark.parametrize("spec", ["g1n6", "g2n3", "g3n2", "g6n1"])
 def test_the_bound_is_reached_where_everything_divides(spec: str) -> None:
-    cost = CostModel(num_heads=6, token=1000, row_key=3)
+    cost = CostModel(num_heads=6, token=1000, per_qk_pair=3)
     seqs = Sequences.from_ranks([[120]] * 6)
     placement = make_planner("bags", spec)(seqs, Cluster(6), cost)
     assert lower_bound(seqs, Cluster(6), cost) == int(rank_loads(placement, cost).max()) == 120_000 + 3 * 6 * 120**2
@@ -301,7 +301,7 @@ def test_the_bound_is_reached_where_everything_divides(spec: str) -> None:
 
 def test_a_higher_bound_would_be_beaten() -> None:
     """So the property above can fail: the bound cannot be raised by a single tick."""
-    cost = CostModel(num_heads=6, token=1000, row_key=3)
+    cost = CostModel(num_heads=6, token=1000, per_qk_pair=3)
     seqs = Sequences.from_ranks([[120]] * 6)
     placement = make_planner("bags", "g6n1")(seqs, Cluster(6), cost)
     assert int(rank_loads(placement, cost).max()) < lower_bound(seqs, Cluster(6), cost) + 1
@@ -309,7 +309,7 @@ def test_a_higher_bound_would_be_beaten() -> None:
 
 def test_the_bound_with_speeds_is_reached_by_a_division_by_speed() -> None:
     seqs = Sequences.from_ranks([[30], [], []])
-    cost = CostModel(num_heads=1, token=10, row_key=0)
+    cost = CostModel(num_heads=1, token=10, per_qk_pair=0)
     cluster = Cluster(3, speeds=(1000, 2000, 3000))
     tokens = [(0, 0, 0, 5), (0, 1, 5, 15), (0, 2, 15, 30)]
     placement = Placement(seqs, 3, 1, shards(tokens), shards([(0, 0, 0, 30)])).validate()

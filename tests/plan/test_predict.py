@@ -8,7 +8,7 @@ from knapformer.plan import Cluster, CostModel, Links, Placement, Sequences, Sha
 from knapformer.plan.metrics import lower_bound, rank_loads
 from knapformer.plan.predict import exposed_traffic, predict, row_prices
 
-COST = CostModel(num_heads=4, token=1000, row_key=10, head_dim=8)
+COST = CostModel(num_heads=4, token=1000, per_qk_pair=10, head_dim=8)
 LINKS = Links(intra_node=16e15, inter_node=2e15, element_bytes=2)  # a row of 16 bytes: 1 tick inside a node, 8 across
 
 
@@ -76,7 +76,7 @@ def test_no_more_traffic_is_exposed_than_there_is() -> None:
     seqs = Sequences.from_ranks([[10], []])
     whole = Shards.sorted([0], [0], [0], [10])
     moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
-    prediction = predict(moved, Cluster(2, 2, LINKS), CostModel(num_heads=4, token=1, row_key=0, head_dim=8))
+    prediction = predict(moved, Cluster(2, 2, LINKS), CostModel(num_heads=4, token=1, per_qk_pair=0, head_dim=8))
     assert prediction.traffic.tolist() == [120, 120]
     assert prediction.exposed.tolist() == [120, 120]
 

@@ -8,7 +8,7 @@ from knapformer.plan import Cluster, CostModel, Placement, Sequences, Shards, ma
 from knapformer.plan.summary import summarize
 from tests.plan.strategies import placements
 
-COST = CostModel(num_heads=2, token=10**12, row_key=5 * 10**11)  # a token a millisecond, a pair of tokens as well
+COST = CostModel(num_heads=2, token=10**12, per_qk_pair=5 * 10**11)  # a token a millisecond, a pair of tokens as well
 
 
 def by_hand() -> Placement:

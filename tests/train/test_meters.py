@@ -19,7 +19,7 @@ def meter_of(speeds, *, steps=20, attention=1.0, noise=0.02, spikes=(), spike=10
     for step in range(steps):
         tokens = np.full(ranks, 2000) if balanced else rng.integers(100, 3000, ranks)
         area = tokens * (4000 if balanced else rng.integers(50, 12_000, ranks))
-        work = 2e5 + 3e-4 * (tokens * COST.token + attention * area * COST.row_key)
+        work = 2e5 + 3e-4 * (tokens * COST.token + attention * area * COST.per_qk_pair)
         busy = work / np.array(speeds) * rng.normal(1, noise, ranks)
         for at, rank in spikes:
             busy[rank] *= spike if at == step else 1

@@ -4,16 +4,16 @@ For a pack of sequences of L tokens with H heads each, every phase of a layer is
 
     step + sequence * sequences + token * sum(L) + sum over sequences of  H * L * row(L)
 
-    two_term   row(L) = row_key * L, no constants: the paper's law, with `gamma` the time of an attention FLOP over that
-               of a token-wise one
-    terms      row(L) = row_key * L
+    two_term   row(L) = per_qk_pair * L, no constants: the paper's law, with `gamma` the time of an attention FLOP
+               over that of a token-wise one
+    terms      row(L) = per_qk_pair * L
     table      row(L) interpolated in a table that never falls, for kernels whose speed depends on the length
 
 Phases: `forward` keeps nothing for backward (as under activation checkpointing), `recompute` is the forward pass that
 does, `backward` follows it. So a checkpointed layer costs all three, another one the last two.
 
 `knapformer calibrate` writes profiles, planners read them (`cost_model`: whole ticks). Planners price rows by
-`row_key * L` and so take the prices of `terms`, also where `table` predicts better.
+`per_qk_pair * L` and so take the prices of `terms`, also where `table` predicts better.
 """
 
 import json
@@ -30,7 +30,7 @@ from knapformer.data.reading import Reader
 from knapformer.errors import CalibrationError
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
 
-SCHEMA = 1
+SCHEMA = 2
 PHASES = ("forward", "recompute", "backward")
 """The passes of a checkpointed layer."""
 PLAIN = ("recompute", "backward")
@@ -48,14 +48,14 @@ class Terms:
 
     Attributes:
         token: of a token's token-wise work [s].
-        row_key: of one attention row against one key [s]; 0 where a table says what rows cost.
+        per_qk_pair: of one attention row against one key [s]; 0 where a table says what rows cost.
         sequence: of having a sequence [s].
         step: of running the layer at all [s].
         lengths, row: table of the time of one attention row [s] in sequences of these lengths; empty for none.
     """
 
     token: float
-    row_key: float = 0.0
+    per_qk_pair: float = 0.0
     sequence: float = 0.0
     step: float = 0.0
     lengths: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class Terms:
         """
         length = np.asarray(length, dtype=np.float64)
         if not self.lengths:
-            return self.row_key * length
+            return self.per_qk_pair * length
         known = np.asarray(self.lengths, dtype=np.float64)
         inside = np.clip(length, known[0], known[-1])
         return np.interp(inside, known, self.row) * (length / inside)
@@ -152,7 +152,7 @@ class Flops:
     """FLOP of one layer in one phase, counted on the meta device: per token, per row and key, per sequence."""
 
     token: float
-    row_key: float
+    per_qk_pair: float
     sequence: float = 0.0
 
 
@@ -216,7 +216,7 @@ class Profile:
         return CostModel(
             num_heads=self.shape.num_heads,
             token=round(sum(p.token for p in prices) * ticks),
-            row_key=round(sum(p.row_key for p in prices) * ticks),
+            per_qk_pair=round(sum(p.per_qk_pair for p in prices) * ticks),
             sequence=round(sum(p.sequence for p in prices) * ticks),
             head_dim=self.shape.head_dim,
         )
@@ -307,7 +307,7 @@ def _terms(data: Reader) -> Terms:
         raise data.error("lengths", lengths, f"{len(row)} rising lengths, one for each entry of 'row'")
     if sorted(row) != list(row):
         raise data.error("row", row, "times that do not fall with the length")
-    prices = {name: data.number(name) for name in ("token", "row_key", "sequence", "step")}
+    prices = {name: data.number(name) for name in ("token", "per_qk_pair", "sequence", "step")}
     return Terms(**prices, lengths=tuple(int(length) for length in lengths), row=tuple(row))
 
 

@@ -2,9 +2,9 @@
 
 The modelled forward time of one layer over a sequence of L tokens with H heads is
 
-    sequence + token * L + row_key * H * L * L
+    sequence + token * L + per_qk_pair * H * L * L
 
-where a *row* is one (head, query) pair and `row_key` the price of that row against one key. From model shapes
+where a *row* is one (head, query) pair and `per_qk_pair` the price of that row against one key. From model shapes
 (KnapFormer, arXiv 2508.06001, section 3): token-wise FLOP are `linear_coeff * d_model**2` per token (24 for an MMDiT
 with mlp_ratio 4: q, k, v and output projections 8, MLP 16), attention FLOP `attention_coeff * d_model` per pair of
 tokens (4), and `gamma` says how much slower an attention FLOP runs than a token-wise one. Only ratios matter to the
@@ -29,24 +29,24 @@ class CostModel:
     Attributes:
         num_heads: query heads H; fixes the rows of a sequence.
         token: price of a token's token-wise work [tick].
-        row_key: price of one attention row against one key [tick].
+        per_qk_pair: price of one attention row against one key [tick].
         sequence: price of having any token of a sequence on a rank [tick].
         head_dim: width of a head, used to price traffic [elements].
     """
 
     num_heads: int
     token: int
-    row_key: int
+    per_qk_pair: int
     sequence: int = 0
     head_dim: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "token", "row_key", "sequence", "head_dim"):
+        for name in ("num_heads", "token", "per_qk_pair", "sequence", "head_dim"):
             value = getattr(self, name)
             least = 1 if name in ("num_heads", "head_dim") else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecError(f"CostModel.{name} is {value!r}; it must be an integer of at least {least}")
-        if self.token == 0 and self.row_key == 0:
+        if self.token == 0 and self.per_qk_pair == 0:
             raise SpecError("CostModel needs a positive price per token or per row and key; both are 0")
 
     @classmethod
@@ -87,7 +87,7 @@ class CostModel:
         return cls(
             num_heads=num_heads,
             token=round(coeff * d_model * d_model * tick),
-            row_key=round(gamma * attention_coeff * d_model / num_heads * tick),
+            per_qk_pair=round(gamma * attention_coeff * d_model / num_heads * tick),
             sequence=round(sequence_flop * tick),
             head_dim=max(1, round(d_model / num_heads)),
         )
@@ -95,13 +95,13 @@ class CostModel:
     def work(self, length: Int64Array) -> Int64Array:
         """Work of whole sequences of `length` tokens [tick]. Raises `PlanError` where one is more than int64 counts."""
         longest = int(length.max(initial=0))
-        if self.sequence + longest * (self.token + self.row_key * self.num_heads * longest) >= 2**63:
+        if self.sequence + longest * (self.token + self.per_qk_pair * self.num_heads * longest) >= 2**63:
             raise PlanError(
                 f"a sequence of {longest} tokens costs more femtoseconds than 64 bits count; check the lengths, or "
                 "scale all prices of the cost model down"
             )
-        return self.sequence + self.token * length + (self.row_key * self.num_heads) * length * length
+        return self.sequence + self.token * length + (self.per_qk_pair * self.num_heads) * length * length
 
     def load(self, tokens: Int64Array, area: Int64Array, num_shards: Int64Array | int = 0) -> Int64Array:
         """Load of ranks that hold `tokens`, attention `area` and token shards of `num_shards` sequences [tick]."""
-        return self.token * tokens + self.row_key * area + self.sequence * num_shards
+        return self.token * tokens + self.per_qk_pair * area + self.sequence * num_shards

@@ -111,7 +111,7 @@ def _bounds(sequences: Sequences, cluster: Cluster, cost: CostModel, total_work:
     """Mean load and the largest indivisible part on the fastest rank [tick]."""
     if not len(sequences):
         return 0, 0
-    indivisible = max(cost.token + cost.sequence, cost.row_key * int(sequences.length.max()))
+    indivisible = max(cost.token + cost.sequence, cost.per_qk_pair * int(sequences.length.max()))
     fastest = max(cluster.speeds, default=NOMINAL_SPEED)
     return cluster.mean_time(total_work), indivisible * NOMINAL_SPEED // fastest
 

@@ -126,7 +126,7 @@ def predict(
     incoming = np.maximum(per_rank(source, qkv, world_size), per_rank(target, qkv, world_size))
     outgoing = np.maximum(per_rank(target, out, world_size), per_rank(source, out, world_size))
     both = traffic_time(traffic, cluster, cost)
-    whole, split = (cluster.time(cost.row_key * area) for area in (placement.area() - split_area, split_area))
+    whole, split = (cluster.time(cost.per_qk_pair * area) for area in (placement.area() - split_area, split_area))
     compute, num_parts = cluster.time(work), 1
     exposed = np.zeros_like(both)
     shortest: int | None = None

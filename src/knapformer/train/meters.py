@@ -2,7 +2,7 @@
 
 A rank that held `tokens` and attention `area` in a step was busy (computing, not waiting for others) for about
 
-    busy = (constant + token * tokens + row_key * area) / speed of the rank
+    busy = (constant + token * tokens + per_qk_pair * area) / speed of the rank
 
 The prices are fitted over the last steps of all ranks by least squares in relative error, in which runs far off count
 less (Huber's weights); a rank's speed is the median over its steps of predicted over measured time, the median rank
@@ -142,6 +142,6 @@ def _ratio_of_prices(columns: Floats, prices: Floats, cost: CostModel) -> float 
     used = columns.reshape(-1, 3)
     scaled = used / np.linalg.norm(used, axis=0).clip(1e-300)
     singular = np.linalg.svd(scaled, compute_uv=False)
-    if not (prices[1] and prices[2] and cost.token and cost.row_key) or singular[0] > SEPARABLE * singular[-1]:
+    if not (prices[1] and prices[2] and cost.token and cost.per_qk_pair) or singular[0] > SEPARABLE * singular[-1]:
         return None
-    return float(prices[2] / prices[1] * cost.token / cost.row_key)
+    return float(prices[2] / prices[1] * cost.token / cost.per_qk_pair)

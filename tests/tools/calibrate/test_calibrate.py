@@ -80,14 +80,14 @@ def test_counted_flops_are_the_formula(block, ratio, coeff):
     flops = count_flops(make_subject(block, d_model=56, num_heads=7, mlp_ratio=ratio))
     for phase, times in zip(PHASES, (1, 1, 2), strict=True):
         assert flops[phase].token == pytest.approx(times * coeff * 56**2)
-        assert flops[phase].row_key == pytest.approx(times * 4 * 8)
+        assert flops[phase].per_qk_pair == pytest.approx(times * 4 * 8)
         assert flops[phase].sequence == pytest.approx(times * 2 * 6 * 56**2)
 
 
 def test_counted_flops_of_an_own_module_are_per_layer():
     flops = count_flops(make_subject(OWN))
     assert flops["forward"].token == pytest.approx(8 * 30**2)
-    assert (flops["backward"].row_key, flops["forward"].sequence) == (pytest.approx(40), pytest.approx(0))
+    assert (flops["backward"].per_qk_pair, flops["forward"].sequence) == (pytest.approx(40), pytest.approx(0))
 
 
 def test_a_calibration_gives_a_profile():

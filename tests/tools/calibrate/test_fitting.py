@@ -21,7 +21,7 @@ def test_known_prices_are_found_again():
     fits, recommended = fit_laws(samples_of(), HEADS, FLOPS)
     for phase in PHASES:
         found, true = fits["terms"].phases[phase], TRUE[phase]
-        for name in ("token", "row_key", "sequence", "step"):
+        for name in ("token", "per_qk_pair", "sequence", "step"):
             assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6, abs=1e-15)
     assert fits["terms"].worst_error < 1e-6 < fits["two_term"].mean_error
     assert recommended == "terms"

@@ -55,7 +55,7 @@ def test_work_is_24_and_4_of_a_joint_model_and_includes_the_text_that_is_crossed
 def test_the_cost_model_has_the_prices_of_the_device() -> None:
     cost = model_preset("flux1").cost_model("h100")
     assert cost.token == round(24 * 3072**2 / 500e12 * 1e15)
-    assert cost.row_key == round(4 * 128 / 400e12 * 1e15)
+    assert cost.per_qk_pair == round(4 * 128 / 400e12 * 1e15)
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -90,7 +90,7 @@ class Histogram:
 
 def modelled_work(length: NDArray[np.float64], cost: CostModel) -> NDArray[np.float64]:
     """Work of whole sequences as the cost model has it, in floating point: sums of it may pass 64 bits [tick]."""
-    return cost.sequence + cost.token * length + float(cost.row_key * cost.num_heads) * np.square(length)
+    return cost.sequence + cost.token * length + float(cost.per_qk_pair * cost.num_heads) * np.square(length)
 
 
 def rounded(value: str, bits: int) -> str:

@@ -3,8 +3,8 @@
 All fits minimise the *relative* error, sum of (modelled / measured - 1)^2, so that a pack of 1 ms counts as much as one
 of 1 s. There are four prices at most, so the best non-negative ones are found by solving for every subset of them.
 
-    two_term   token, row_key                        of the layer's time
-    terms      token, row_key, sequence, step        of the layer's time
+    two_term   token, per_qk_pair                        of the layer's time
+    terms      token, per_qk_pair, sequence, step        of the layer's time
     table      row(L): attention's own time per row, made monotone; then token, sequence, step of the rest
 
 Each law is fitted to the packs that are not held out, for each phase on its own.
@@ -103,13 +103,13 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
 
 def _two_term(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
     columns = _columns(samples, num_heads)[:, 2:]
-    token, row_key = _relative(columns, _seconds(samples, phase))
-    return Terms(token, row_key)
+    token, per_qk_pair = _relative(columns, _seconds(samples, phase))
+    return Terms(token, per_qk_pair)
 
 
 def _terms(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
-    step, sequence, token, row_key = _relative(_columns(samples, num_heads), _seconds(samples, phase))
-    return Terms(token, row_key, sequence, step)
+    step, sequence, token, per_qk_pair = _relative(_columns(samples, num_heads), _seconds(samples, phase))
+    return Terms(token, per_qk_pair, sequence, step)
 
 
 def _table(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
@@ -157,7 +157,7 @@ def _gamma(phases: dict[str, Terms], flops: dict[str, Flops], longest: int) -> f
     """Seconds per attention FLOP over seconds per token-wise FLOP, in a plain layer, at the longest length."""
     attention = sum(float(phases[p].row_seconds(longest)) / longest for p in PLAIN)
     token = sum(phases[p].token for p in PLAIN)
-    attention_flop, token_flop = sum(flops[p].row_key for p in PLAIN), sum(flops[p].token for p in PLAIN)
+    attention_flop, token_flop = sum(flops[p].per_qk_pair for p in PLAIN), sum(flops[p].token for p in PLAIN)
     return attention / attention_flop * token_flop / token if token and attention_flop else 0.0
 
 

@@ -25,8 +25,8 @@ def count_flops(subject: Subject) -> dict[str, Flops]:
     # Counts are whole numbers of FLOP, and so are the prices, but for layers counted together.
     prices = np.linalg.solve(columns, counts).round(3).T.tolist()
     return {
-        phase: Flops(token=token, row_key=row_key, sequence=sequence)
-        for phase, (sequence, token, row_key) in zip(PHASES, prices, strict=True)
+        phase: Flops(token=token, per_qk_pair=per_qk_pair, sequence=sequence)
+        for phase, (sequence, token, per_qk_pair) in zip(PHASES, prices, strict=True)
     }
 
 

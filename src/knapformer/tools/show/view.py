@@ -122,14 +122,14 @@ def _blocks(placement: Placement, cost: CostModel) -> Blocks:
     sequences, tokens, rows = placement.sequences, placement.token_shards, placement.attention_shards
     order = placement.packed_order()
     token_work = cost.token * tokens.count[order]
-    row_price = cost.row_key * sequences.length[rows.seq]
+    row_price = cost.per_qk_pair * sequences.length[rows.seq]
     row_order = np.lexsort((rows.start, rows.seq, placement.split[rows.seq], rows.rank))
     row_work = (row_price * rows.count)[row_order]
     token_top, token_home_top = (
         cost.token * placement.tokens(),
         cost.token * sequences.tokens_at_home(placement.world_size),
     )
-    area = cost.row_key * placement.num_heads * sequences.length * sequences.length
+    area = cost.per_qk_pair * placement.num_heads * sequences.length * sequences.length
     area_base = exclusive_cumsum(area) - exclusive_cumsum(area)[np.searchsorted(sequences.home, sequences.home)]
     seq = np.concatenate([tokens.seq[order], rows.seq[row_order]])
     home = sequences.home[seq]

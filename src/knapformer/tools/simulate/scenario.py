@@ -87,7 +87,7 @@ class Scenario:
         return CostModel(
             num_heads=self.model.num_heads,
             token=round(sum(p.token for p in phases) * ticks),
-            row_key=round(sum(row_keys) * ticks),
+            per_qk_pair=round(sum(row_keys) * ticks),
             sequence=round(sum(p.sequence for p in phases) * ticks),
             head_dim=self.model.head_dim,
         )

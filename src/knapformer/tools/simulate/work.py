@@ -27,10 +27,10 @@ Prices = Mapping[str, Terms]
 def device_prices(model: ModelShape, device: DevicePreset, *, layer_seconds: float = 0.0) -> Prices:
     """Prices at the rates assumed for a device; `layer_seconds` is a constant per layer and pass, such as launching."""
     token = model.linear_flop_per_token / device.token_flops
-    row_key = model.attention_flop_per_row_key / device.attention_flops
+    per_qk_pair = model.attention_flop_per_row_key / device.attention_flops
     sequence = model.flop_per_sequence / device.token_flops
-    once = Terms(token, row_key, sequence, layer_seconds)
-    back = Terms(TOKEN_BACKWARD * token, ATTENTION_BACKWARD * row_key, TOKEN_BACKWARD * sequence, layer_seconds)
+    once = Terms(token, per_qk_pair, sequence, layer_seconds)
+    back = Terms(TOKEN_BACKWARD * token, ATTENTION_BACKWARD * per_qk_pair, TOKEN_BACKWARD * sequence, layer_seconds)
     return {"forward": once, "recompute": once, "backward": back}
 
 

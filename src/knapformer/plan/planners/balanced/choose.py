@@ -164,9 +164,9 @@ def _traffic(shares: Shares, batch: Batch, copy: Int64Array, cluster: Cluster, c
     cuts = bool(pieces.senders.any())
     if cuts:  # parts of one sequence in different nodes
         keys = pieces.seq + copy[pieces.node] * (1 << 40)
-        token_key, row_key = keys[tokens.item], keys[rows.item]
+        token_key, per_qk_pair = keys[tokens.item], keys[rows.item]
         order = token_key.argsort(kind="stable")
-        first, stop = (token_key[order].searchsorted(row_key, side=side) for side in ("left", "right"))
+        first, stop = (token_key[order].searchsorted(per_qk_pair, side=side) for side in ("left", "right"))
         count = stop - first
     else:  # segments of one piece are adjacent
         order = np.arange(len(tokens.item))

@@ -93,7 +93,7 @@ def _smallest(work: list[int], seq: list[int], starts: list[int]) -> list[Member
 
 
 def _work_of(parts: Pieces, length: Int64Array, cost: CostModel) -> Int64Array:
-    return cost.token * parts.num_tokens + cost.row_key * parts.num_rows * length[parts.seq]
+    return cost.token * parts.num_tokens + cost.per_qk_pair * parts.num_rows * length[parts.seq]
 
 
 def _for_traffic(
@@ -236,7 +236,7 @@ def _cut(seq: int, length: int, parts: list[int], cluster: Cluster, cost: CostMo
     tokens, rows = {}, {}
     for n in others:
         tokens[n] = min(fair, parts[n] // max(cost.token, 1))
-        rows[n] = (parts[n] - cost.token * tokens[n]) // (max(cost.row_key, 1) * length)
+        rows[n] = (parts[n] - cost.token * tokens[n]) // (max(cost.per_qk_pair, 1) * length)
         near = round_div(rows[n], length) * length
         if abs(near - rows[n]) * 16 <= length:
             rows[n] = near

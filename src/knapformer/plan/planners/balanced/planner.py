@@ -110,7 +110,7 @@ class BalancedPlanner:
 
     def _levels_both(self, cost: CostModel) -> bool:
         if self.level in (None, "step"):
-            return cost.token == 0 or cost.row_key == 0
+            return cost.token == 0 or cost.per_qk_pair == 0
         return self.level == "both"
 
     def _skip(
@@ -149,7 +149,7 @@ def _check(sequences: Sequences, cluster: Cluster, cost: CostModel, cap: int | N
         )
     longest = int(sequences.length.max(initial=0))
     area = longest * longest * cost.num_heads
-    too_much = area * max(1, cost.row_key) * 2 >= MAX_AREA
+    too_much = area * max(1, cost.per_qk_pair) * 2 >= MAX_AREA
     if area * len(sequences) >= MAX_AREA:  # perhaps not all are that long
         too_much |= exact_sum(sequences.length * sequences.length) * cost.num_heads >= MAX_AREA
     if too_much:
