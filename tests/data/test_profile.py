@@ -69,8 +69,8 @@ def test_shipped_profiles_can_be_planned_with():
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["schema"], 2, "a profile of schema 1"),
-        (["kind"], "run", "a profile of schema 1"),
+        (["schema"], 3, "a profile of schema 2"),
+        (["kind"], "run", "a profile of schema 2"),
         (["shape", "num_heads"], 0, "shape.num_heads is 0; expected an integer of at least 1"),
         (["shape", "d_model"], "wide", "shape.d_model is 'wide'; expected an integer"),
         (
