@@ -132,9 +132,8 @@ def _phase(placement: Placement, terms: Terms, slowness: Floats) -> PhaseWork:
 
 
 def _seconds_per_byte(cluster: Cluster, source: np.ndarray, target: np.ndarray) -> Floats:
-    links = cluster.links
-    between = links.inter_node if links.intra_domain is None else links.intra_domain
-    return 1.0 / np.array([links.intra_node, between, links.inter_node])[cluster.link_level(source, target)]
+    node, links = cluster.node_of, cluster.links
+    return np.where(node[source] == node[target], 1.0 / links.intra_node, 1.0 / links.inter_node)
 
 
 def _slower_direction(source: np.ndarray, target: np.ndarray, seconds: Floats, world_size: int) -> Floats:
