@@ -30,9 +30,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import numpy as np
-from benchmarks.reference_planners.milp import Milp, Terms, add, require_highspy, scale
+from benchmarks.reference_planners.milp import minimise, new_program, require_highspy
 from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
@@ -56,6 +57,9 @@ MAX_PERMUTED = 5
 
 SAME_STEP = 1e-6
 """Steps that differ by less (relative) are equal when traffic is minimised."""
+
+Expression = Any
+"""A variable or a linear sum of highspy."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,24 +112,23 @@ class ExactPlanner:
             return ExactPlan(_at_home(sequences, cluster, cost), 0, 0)
         stop = time.monotonic() + self.time_limit
         program = _Program(sequences, cluster, cost, limits, whole_heads=False)
-        solution = program.milp.solve({program.step: 1.0}, time_limit=0.4 * self.time_limit)
+        solution = minimise(program.highs, program.step, time_limit=0.4 * self.time_limit)
         rounding = 1 if cluster.speeds else 0  # times at a rank's own speed are rounded down
         proven = ceil(max(0.0, solution.bound) * program.unit * (1 - SAME_STEP)) - rounding
         bound = max(proven, lower_bound(sequences, cluster, cost))
         best, step = program.placement(solution.values, self.name)
         if step > bound * (1 + 3 * SAME_STEP):  # shared heads cost more than the program knows; whole heads do not
             whole = _Program(sequences, cluster, cost, limits, whole_heads=True)
-            whole.milp.high[whole.step] = step / whole.unit
+            whole.highs.addConstr(whole.step <= step / whole.unit)
             with suppress(PlanError):  # none is as good, or none was found in time
-                other = whole.milp.solve({whole.step: 1.0}, time_limit=0.4 * self.time_limit)
+                other = minimise(whole.highs, whole.step, time_limit=0.4 * self.time_limit)
                 placement, other_step = whole.placement(other.values, self.name)
                 if other_step < step:
                     best, step, program, solution = placement, other_step, whole, other
-        program.milp.high[program.step] = solution.objective * (1 + SAME_STEP)
+        program.highs.addConstr(program.step <= solution.objective * (1 + SAME_STEP))
         with suppress(PlanError):
-            second = program.milp.solve(
-                program.traffic_then_routed(), time_limit=stop - time.monotonic(), start=solution.values
-            )
+            left = stop - time.monotonic()
+            second = minimise(program.highs, program.traffic_then_routed(), time_limit=left, start=solution.values)
             placement, other_step = program.placement(second.values, self.name)
             if other_step <= step * (1 + 3 * SAME_STEP):
                 best, step = placement, other_step
@@ -157,23 +160,21 @@ def _check_size(sequences: Sequences, cluster: Cluster, cost: CostModel) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One rank's share of one sequence, as linear sums: shares of its tokens, and rows / L.
+    """One rank's share of one sequence: shares of its tokens, and rows / L. All are expressions.
 
     Attributes:
         touches: the binaries z_h of the heads the rank touches.
-        amounts: tokens of the rank by heads touched; `units` of them are the whole sequence.
+        slow_received, slow_sent: rows that come from, or go to, other nodes.
     """
 
-    touches: list[int]
-    amounts: list[int]
-    units: int
-    tokens: Terms
-    rows: Terms
-    heads: Terms
-    received: Terms
-    sent: Terms
-    slow_received: Terms
-    slow_sent: Terms
+    touches: list[Expression]
+    tokens: Expression
+    rows: Expression
+    heads: Expression
+    received: Expression
+    sent: Expression
+    slow_received: Expression = 0.0
+    slow_sent: Expression = 0.0
 
 
 class _Program:
@@ -186,25 +187,31 @@ class _Program:
         self.unit = max(1, predict(_at_home(sequences, cluster, cost), cluster, cost).ideal)
         self.lengths = [int(length) for length in sequences.length]
         self.cap = None if limits is None else limits.max_tokens_per_rank
-        self.milp = Milp()
-        self.step = self.milp.variable()
+        self.highs = new_program()
+        self.sum = self.highs.qsum
+        self.step = self.highs.addVariable()
         self.shares = [self._shares(length) for length in self.lengths]
         for rank in range(cluster.world_size):
             self._rank(rank)
             if self.cap is not None:
-                self.milp.row(self._sum("tokens", rank), high=self.cap)
+                self.highs.addConstr(self._sum("tokens", rank) <= self.cap)
 
-    def _sum(self, part: str, rank: int) -> dict[int, float]:
+    def _sum(self, amount: str, rank: int) -> Expression:
         """Tokens or rows of all sequences of a rank."""
         shares = zip(self.shares, self.lengths, strict=True)
-        return add(*(scale(getattr(of[rank], part), length) for of, length in shares))
+        return self.sum(getattr(of[rank], amount) * float(length) for of, length in shares)
+
+    def _one_of(self, number: int) -> tuple[list[Expression], Expression]:
+        """Binaries of which exactly one is 1, and its index."""
+        choices = [self.highs.addBinary() for _ in range(number)]
+        self.highs.addConstr(self.sum(choices) == 1)
+        return choices, self.sum(choice * float(index) for index, choice in enumerate(choices))
 
     def _shares(self, length: int) -> list[_Share]:
         """Variables of one sequence's shares on all ranks, and the equations that hold between them."""
-        heads, milp = self.cost.num_heads, self.milp
         shares = [self._share(length) for _ in range(self.cluster.world_size)]
-        milp.row(add(*(share.tokens for share in shares)), 1, 1)
-        milp.row(add(*(share.rows for share in shares)), heads, heads)
+        self.highs.addConstr(self.sum(share.tokens for share in shares) == 1)
+        self.highs.addConstr(self.sum(share.rows for share in shares) == self.cost.num_heads)
         if not self.whole_heads:
             shares = self._with_keys_sent_again(shares)
         if self.cluster.num_nodes > 1:
@@ -213,52 +220,47 @@ class _Program:
         return shares
 
     def _share(self, length: int) -> _Share:
-        milp, heads = self.milp, self.cost.num_heads
-        whole_numbers = length <= WHOLE_NUMBERS
-        units = length if whole_numbers else 1
-        touches = [milp.variable(0, 1, integer=True) for _ in range(heads + 1)]
-        amounts = [milp.variable(0, units, integer=whole_numbers) for _ in range(heads + 1)]
-        milp.row(dict.fromkeys(touches, 1.0), 1, 1)
+        highs, heads = self.highs, self.cost.num_heads
+        units = length if length <= WHOLE_NUMBERS else 1
+        number = highs.addIntegral if length <= WHOLE_NUMBERS else highs.addVariable
+        touches, touched = self._one_of(heads + 1)
+        amounts = [number(0, units) for _ in touches]  # tokens by heads touched; `units` are the whole sequence
         for touch, amount in zip(touches, amounts, strict=True):
-            milp.row({amount: 1.0, touch: -units}, high=0)
-        tokens = dict.fromkeys(amounts, 1 / units)
-        touched = {touch: float(h) for h, touch in enumerate(touches) if h}
-        own = at_touched = {amount: h / units for h, amount in enumerate(amounts) if h}
-        rows: Terms = touched
+            highs.addConstr(amount <= touch * units)
+        tokens = self.sum(amounts) * (1 / units)
+        own = at_touched = self.sum(amount * (h / units) for h, amount in enumerate(amounts))
+        rows = touched
         if not self.whole_heads:
-            rows = {milp.variable(0, heads * units, integer=whole_numbers): 1 / units}
-            milp.row(add(rows, scale(touched, -1)), high=0)
-            own = self._at_most(rows, at_touched)
-        queries = add(rows, scale(tokens, heads), scale(own, -2))  # q one way, outputs the other way
-        received = add(queries, scale(touched, 2), scale(at_touched, -2))
-        sent = add(queries, scale(tokens, 2 * heads), scale(at_touched, -2))
-        return _Share(touches, amounts, units, tokens, rows, touched, received, sent, {}, {})
+            rows = number(0, heads * units) * (1 / units)
+            highs.addConstr(rows <= touched)
+            own = self._least(rows, at_touched)
+        queries = rows + tokens * heads - own * 2  # q one way, outputs the other way
+        received = queries + touched * 2 - at_touched * 2
+        sent = queries + tokens * (2 * heads) - at_touched * 2
+        return _Share(touches, tokens, rows, touched, received, sent)
 
-    def _at_most(self, *limits: Terms) -> dict[int, float]:
-        """A variable that is at most each of `limits`; the objective pushes it up."""
-        least = {self.milp.variable(): 1.0}
-        for limit in limits:
-            self.milp.row(add(least, scale(limit, -1)), high=0)
+    def _least(self, *amounts: Expression) -> Expression:
+        """A variable that is at most each of `amounts`; the objective pushes it up."""
+        least = self.highs.addVariable()
+        for amount in amounts:
+            self.highs.addConstr(least <= amount)
         return least
 
-    def _product(self, choices: list[int], amount: Terms, most: float) -> dict[int, float]:
-        """`amount` times the index of the one of `choices` that is 1."""
-        parts = [self.milp.variable(0, most) for _ in choices]
-        for part, choice in zip(parts, choices, strict=True):
-            self.milp.row({part: 1.0, choice: -most}, high=0)
-        self.milp.row(add(dict.fromkeys(parts, 1.0), scale(amount, -1)), 0, 0)
-        return {part: float(index) for index, part in enumerate(parts) if index}
+    def _product(self, choices: list[Expression], amount: Expression) -> Expression:
+        """`amount`, at most 1, times the index of the one of `choices` that is 1."""
+        products = [self.highs.addVariable(0, 1) for _ in choices]
+        for product, choice in zip(products, choices, strict=True):
+            self.highs.addConstr(product <= choice)
+        self.highs.addConstr(self.sum(products) == amount)
+        return self.sum(product * float(index) for index, product in enumerate(products))
 
     def _with_keys_sent_again(self, shares: list[_Share]) -> list[_Share]:
         """Keys and values of a head that several ranks share leave once for each: e = sum of heads touched - H more."""
-        again = [self.milp.variable(0, 1, integer=True) for _ in shares]  # e = 0, 1, ..., ranks - 1 or more
-        self.milp.row(dict.fromkeys(again, 1.0), 1, 1)
-        heads, many = self.cost.num_heads, float(self.cost.num_heads * len(shares))
-        counted = {choice: float(e) for e, choice in enumerate(again)} | {again[-1]: many}
-        self.milp.row(add(*(share.heads for share in shares), scale(counted, -1)), high=heads)
-        return [
-            replace(share, sent=add(share.sent, scale(self._product(again, share.tokens, 1.0), 2))) for share in shares
-        ]
+        again, count = self._one_of(len(shares))  # e = 0, 1, ..., ranks - 1 or more
+        heads = self.cost.num_heads
+        many = again[-1] * float(heads * len(shares) - len(shares) + 1)
+        self.highs.addConstr(self.sum(share.heads for share in shares) <= count + many + heads)
+        return [replace(share, sent=share.sent + self._product(again, share.tokens) * 2) for share in shares]
 
     def _with_slow_rows(self, shares: list[_Share]) -> list[_Share]:
         """Rows that pass between these ranks, which are a node, and other nodes.
@@ -266,64 +268,60 @@ class _Program:
         As in the module, with the node's tokens in place of the rank's own for what is received, and the node's heads
         in place of its own for what is sent.
         """
-        milp, heads = self.milp, self.cost.num_heads
-        on_node = [milp.variable(0, 1, integer=True) for _ in range(heads + 1)]
-        milp.row(dict.fromkeys(on_node, 1.0), 1, 1)
-        node_heads = {choice: float(h) for h, choice in enumerate(on_node)}
-        milp.row(add(node_heads, *(scale(share.heads, -1) for share in shares)), high=0)
-        node_tokens = add(*(share.tokens for share in shares))
+        heads = self.cost.num_heads
+        on_node, node_heads = self._one_of(heads + 1)
+        self.highs.addConstr(node_heads <= self.sum(share.heads for share in shares))
+        node_tokens = self.sum(share.tokens for share in shares)
         result = []
         for share in shares:
-            keys_here = self._product(share.touches, node_tokens, 1.0)  # heads of the rank * tokens of the node
-            sent_here = self._product(on_node, share.tokens, 1.0)  # tokens of the rank * heads of the node
-            queries = scale(keys_here if self.whole_heads else self._at_most(share.rows, keys_here), -1)
-            queries = add(queries, share.rows, scale(share.tokens, heads), scale(sent_here, -1))
-            received = add(queries, scale(share.heads, 2), scale(keys_here, -2))
-            sent = add(queries, scale(share.tokens, 2 * heads), scale(sent_here, -2))
+            keys_here = self._product(share.touches, node_tokens)  # heads of the rank * tokens of the node
+            sent_here = self._product(on_node, share.tokens)  # tokens of the rank * heads of the node
+            own = keys_here if self.whole_heads else self._least(share.rows, keys_here)
+            queries = share.rows + share.tokens * heads - sent_here - own
+            received = queries + share.heads * 2 - keys_here * 2
+            sent = queries + share.tokens * (2 * heads) - sent_here * 2
             result.append(replace(share, slow_received=received, slow_sent=sent))
         return result
 
     def _rank(self, rank: int) -> None:
         """The step is at least this rank's time, with what it receives and with what it sends."""
         cost, speed = self.cost, int(self.cluster.speed[rank]) / NOMINAL_SPEED
-        in_node, between, _ = row_prices(self.cluster, cost)
+        in_node, between = row_prices(self.cluster, cost)
         work = []
         for shares, length in zip(self.shares, self.lengths, strict=True):
             share = shares[rank]
-            work += [scale(share.tokens, cost.token * length), scale(share.rows, cost.per_qk_pair * length * length)]
+            work += [share.tokens * (cost.token * length), share.rows * (cost.per_qk_pair * length * length)]
             if cost.sequence:
-                there = self.milp.variable(0, 1, integer=True)
-                self.milp.row(add(share.tokens, {there: -1.0}), high=0)
-                work.append({there: cost.sequence})
-        compute = scale(add(*work), 1 / (speed * self.unit))
-        for part in ("received", "sent"):
-            all_rows, slow_rows = self._sum(part, rank), self._sum(f"slow_{part}", rank)
-            traffic = add(scale(all_rows, in_node), scale(slow_rows, between - in_node))
-            self.milp.row(add(compute, scale(traffic, 1 / self.unit), {self.step: -1.0}), high=0)
+                there = self.highs.addBinary()
+                self.highs.addConstr(share.tokens <= there)
+                work.append(there * cost.sequence)
+        compute = self.sum(work) * (1 / (speed * self.unit))
+        for way in ("received", "sent"):
+            traffic = self._sum(way, rank) * (in_node / self.unit)
+            if self.cluster.num_nodes > 1:
+                traffic += self._sum(f"slow_{way}", rank) * ((between - in_node) / self.unit)
+            self.highs.addConstr(compute + traffic <= self.step)
 
-    def traffic_then_routed(self) -> dict[int, float]:
+    def traffic_then_routed(self) -> Expression:
         """Rows received (twice if from another node), plus a thousandth of the tokens that leave home."""
         tokens = self.sequences.num_tokens
         sums = []
         for shares, home, length in zip(self.shares, self.sequences.home.tolist(), self.lengths, strict=True):
             of_rows = length / (self.cost.num_heads * tokens)
-            sums += [scale(add(share.received, share.slow_received), of_rows) for share in shares]
-            sums.append(scale(shares[home].tokens, -1e-3 * length / tokens))
-        return add(*sums)
+            sums += [(share.received + share.slow_received) * of_rows for share in shares]
+            sums.append(shares[home].tokens * (-1e-3 * length / tokens))
+        return self.sum(sums)
 
     def placement(self, values: NDArray[np.float64], name: str) -> tuple[Placement, int]:
         """Whole tokens and rows from a solution, cut in the order of ranks that is predicted fastest; and its step."""
-
-        def value(terms: Terms) -> float:
-            return sum(coefficient * values[variable] for variable, coefficient in terms.items())
-
-        length = self.sequences.length
-        tokens = np.array([[value(share.tokens) for share in shares] for shares in self.shares]) * length[:, None]
-        rows = np.array([[value(share.rows) for share in shares] for shares in self.shares]) * length[:, None]
-        whole_tokens = np.stack([_round(share, total) for share, total in zip(tokens, self.lengths, strict=True)])
+        tokens = np.array([[share.tokens.evaluate(values) for share in shares] for shares in self.shares])
+        rows = np.array([[share.rows.evaluate(values) for share in shares] for shares in self.shares])
+        whole_tokens = np.stack(
+            [_round(share * total, total) for share, total in zip(tokens, self.lengths, strict=True)]
+        )
         whole_rows = np.stack(
             [
-                _round(share, total * self.cost.num_heads, snap=total)
+                _round(share * total, total * self.cost.num_heads, snap=total)
                 for share, total in zip(rows, self.lengths, strict=True)
             ]
         )

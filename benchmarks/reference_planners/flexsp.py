@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from benchmarks.reference_planners.milp import Milp
+from benchmarks.reference_planners.milp import minimise, new_program
 from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
@@ -73,56 +73,38 @@ class FlexSPPlanner:
         unit = float(times[1].sum() / world_size)
         mean = {d: np.bincount(bucket, time) / size / unit for d, time in times.items()}
         groups = [d for d in times for _ in range(world_size // d)]
-        program = Milp()
-        slowest = program.variable()
-        used = [program.variable(0, 1, integer=True) for _ in groups]
-        amount = [[program.variable(0, float(n), integer=True) for n in size] for _ in groups]
-        program.row({m: float(d) for m, d in zip(used, groups, strict=True)}, high=world_size)
-        for q, n in enumerate(size):
-            program.row({of_group[q]: 1.0 for of_group in amount}, n, n)
+        program = new_program()
+        slowest = program.addVariable()
+        used = [program.addBinary() for _ in groups]
+        amount = [[program.addIntegral(0, float(n)) for n in size] for _ in groups]
+        program.addConstr(program.qsum(m * d for m, d in zip(used, groups, strict=True)) <= world_size)
+        for q, n in enumerate(size.tolist()):
+            program.addConstr(program.qsum(of_group[q] for of_group in amount) == n)
         for p, (m, of_group, degree) in enumerate(zip(used, amount, groups, strict=True)):
-            load = {a: float(mean[degree][q]) for q, a in enumerate(of_group)}
-            program.row({**load, slowest: -1.0}, high=0)
-            program.row({**dict.fromkeys(of_group, 1.0), m: -float(size.sum())}, high=0)
+            load = program.qsum(a * float(mean[degree][q]) for q, a in enumerate(of_group))
+            program.addConstr(load <= slowest)
+            program.addConstr(program.qsum(of_group) <= m * float(size.sum()))
             if p and groups[p - 1] == degree:
-                program.row({used[p - 1]: 1.0, m: -1.0}, 0)  # equal groups are used in order
-        guess = self._guess(program, times, start, groups, used, amount, bucket, slowest, mean)
+                program.addConstr(used[p - 1] >= m)  # equal groups are used in order
+        members = _deal(times, by_falling_work(sequences), start)[1]
+        guess = np.zeros(program.numVariables)
+        for p, of_group in _first_groups(groups, start, members):
+            guess[used[p].index] = 1.0
+            number = np.bincount(bucket[of_group], minlength=len(size))
+            guess[[a.index for a in amount[p]]] = number
+            guess[slowest.index] = max(guess[slowest.index], float(number @ mean[groups[p]]))
+        limits = {"time_limit": self.time_limit, "gap": 1e-4, "tolerance": 1e-7}
         try:
-            solution = program.solve(
-                {slowest: 1.0}, time_limit=self.time_limit, gap=1e-4, tolerance=1e-7, presolve=False, start=guess
-            )
+            solution = minimise(program, slowest, **limits, presolve=False, start=guess)
         except PlanError:
             return None
-        return Counter(d for m, d in zip(used, groups, strict=True) if solution.values[m] > 0.5)
+        return Counter(d for m, d in zip(used, groups, strict=True) if solution.values[m.index] > 0.5)
 
-    def _guess(
-        self,
-        program: Milp,
-        times: dict[int, NDArray[np.float64]],
-        start: Groups,
-        groups: list[int],
-        used: list[int],
-        amount: list[list[int]],
-        bucket: NDArray[np.int64],
-        slowest: int,
-        mean: dict[int, NDArray[np.float64]],
-    ) -> NDArray[np.float64]:
-        """The greedy groups as values of the program's variables."""
-        values = np.zeros(len(program.low))
-        order = np.lexsort((np.arange(len(bucket)), -times[1])).tolist()
-        members = _deal(times, order, start)[1]
-        left = Counter(start)
-        free = list(start.elements())
-        number = {d: [i for i, degree in enumerate(free) if degree == d] for d in start}
-        for p, degree in enumerate(groups):
-            if left[degree]:
-                left[degree] -= 1
-                values[used[p]] = 1.0
-                for seq in members[number[degree].pop(0)]:
-                    values[amount[p][bucket[seq]]] += 1.0
-                load = sum(values[a] * mean[degree][q] for q, a in enumerate(amount[p]))
-                values[slowest] = max(values[slowest], load)
-        return values
+
+def _first_groups(groups: list[int], start: Groups, members: list[list[int]]) -> list[tuple[int, list[int]]]:
+    """The members of each group of `start`, given to the first of `groups` of that degree."""
+    number = {d: [p for p, degree in enumerate(groups) if degree == d] for d in start}
+    return [(number[d].pop(0), of_group) for d, of_group in zip(start.elements(), members, strict=True)]
 
 
 def greedy_sets(sequences: Sequences, cluster: Cluster, cost: CostModel) -> list[RankSet]:

@@ -38,7 +38,7 @@ class Prices:
     def share(self, length: NDArray[np.int64], degree: int, in_node: int | None = None) -> NDArray[np.float64]:
         """(S,) time on each of `degree` ranks, of which `in_node` are in one node (default: as many as fit)."""
         in_node = min(degree, max(self.cluster.node_sizes)) if in_node is None else in_node
-        fast, slow, _ = row_prices(self.cluster, self.cost)
+        fast, slow = row_prices(self.cluster, self.cost)
         heads, work = self.cost.num_heads, self.cost.work(length) / degree
         crossing = length * ((in_node - 1) * fast + (degree - in_node) * slow) / degree  # per row of each token
         uneven_work = (-(-heads // degree) / (heads / degree) - 1) * self.cost.per_qk_pair * heads * length**2 / degree

@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass, field
 
 import numpy as np
-from benchmarks.reference_planners.milp import Milp
+from benchmarks.reference_planners.milp import minimise, new_program
 from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
@@ -77,28 +77,26 @@ class ZelligePlanner:
         fixed = first.load.copy()
         for seq in chosen:
             fixed[list(first.sets[seq])] -= first.time(seq, len(first.sets[seq]))
-        program = Milp()
-        slowest = program.variable(0, 1 + 1e-6)
-        load: list[dict[int, float]] = [{slowest: -1.0} for _ in fixed]
+        program = new_program()
+        slowest = program.addVariable(0, 1 + 1e-6)
+        load = [program.expr(max(float(time) / unit, 0.0)) for time in fixed]
         choices: list[dict[int, RankSet]] = []
-        start = {slowest: 1.0}
+        guess = [1.0]
         for seq in chosen:
             pool = sorted({plan.sets[seq] for plan in plans})
-            of_seq = {program.variable(0, 1, integer=True): ranks for ranks in pool}
-            program.row(dict.fromkeys(of_seq, 1.0), 1, 1)
-            for variable, ranks in of_seq.items():
+            variables = [program.addBinary() for _ in pool]
+            program.addConstr(program.qsum(variables) == 1)
+            for variable, ranks in zip(variables, pool, strict=True):
                 for rank in ranks:
-                    load[rank][variable] = first.time(seq, len(ranks)) / unit
-                start[variable] = float(ranks == first.sets[seq])
-            choices.append(of_seq)
-        for rank, terms in enumerate(load):
-            program.row(terms, high=-max(float(fixed[rank]) / unit, 0.0))
-        guess = np.array([start[variable] for variable in range(len(program.low))])
+                    load[rank] += variable * (first.time(seq, len(ranks)) / unit)
+                guess.append(float(ranks == first.sets[seq]))
+            choices.append({variable.index: ranks for variable, ranks in zip(variables, pool, strict=True)})
+        for time in load:
+            program.addConstr(time <= slowest)
         sets = list(first.sets)
+        limits = {"time_limit": self.time_limit, "gap": 1e-4, "tolerance": 1e-7}
         try:
-            values = program.solve(
-                {slowest: 1.0}, time_limit=self.time_limit, gap=1e-4, tolerance=1e-7, presolve=False, start=guess
-            ).values
+            values = minimise(program, slowest, **limits, presolve=False, start=np.array(guess)).values
         except PlanError:
             return sets
         for seq, of_seq in zip(chosen, choices, strict=True):

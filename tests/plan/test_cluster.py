@@ -45,32 +45,18 @@ def test_nodes(cluster: Cluster, sizes: tuple[int, ...], node_of: list[int]) -> 
         (lambda: Cluster(4, node_sizes=(3, 2)), r"node_sizes \(3, 2\) must be positive and add up to world_size 4"),
         (lambda: Cluster(4, node_sizes=(5, -1)), "must be positive"),
         (lambda: Cluster(4, node_sizes=(4, 0)), "must be positive"),
-        (lambda: Cluster(4, 2, nodes_per_domain=0), "nodes_per_domain is 0; a domain needs at least one node, or None"),
         (lambda: Cluster(4, speeds=(1000,) * 3), r"speeds has 3 entries; give one per rank \(4\), or none"),
         (lambda: Cluster(2, speeds=(1000, 0)), "speed of rank 1 is 0; it must be a whole number from 1 to 1000000"),
         (lambda: Cluster(2, speeds=(1.0, 1000)), "speed of rank 0 is 1.0"),  # type: ignore[arg-type]
         (lambda: Cluster(2, speeds=(1000, 1_000_001)), "speed of rank 1 is 1000001"),
         (lambda: Links(intra_node=0), "positive bandwidth"),
         (lambda: Links(inter_node=-1), "positive bandwidth"),
-        (lambda: Links(intra_domain=0), "positive bandwidth"),
         (lambda: Links(element_bytes=0), "positive bandwidth .* and element size"),
     ],
 )
 def test_impossible_clusters(build, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build()
-
-
-def test_link_level() -> None:
-    cluster = Cluster(9, 2, nodes_per_domain=2)  # domains: nodes 0 and 1, 2 and 3, 4
-    a = np.array([0, 0, 1, 0, 3, 4, 7, 8, 8])
-    b = np.array([0, 1, 2, 3, 4, 7, 8, 8, 0])
-    assert cluster.link_level(a, b).tolist() == [0, 0, 1, 1, 2, 1, 2, 0, 2]
-    assert cluster.link_level(b, a).tolist() == [0, 0, 1, 1, 2, 1, 2, 0, 2]
-
-
-def test_without_domains_every_other_node_is_far() -> None:
-    assert Cluster(6, 2).link_level(np.array([0, 0, 0, 5]), np.array([1, 2, 5, 4])).tolist() == [0, 2, 2, 0]
 
 
 def test_equal_ranks_have_one_spelling() -> None:

@@ -6,7 +6,7 @@ import pytest
 from knapformer.errors import SpecError
 from knapformer.plan import Cluster, CostModel, Links, Placement, Sequences, Shards, make_planner, measure
 from knapformer.plan.metrics import lower_bound, rank_loads
-from knapformer.plan.predict import exposed_traffic, predict, row_prices
+from knapformer.plan.predict import exposed_traffic, predict
 
 COST = CostModel(num_heads=4, token=1000, per_qk_pair=10, head_dim=8)
 LINKS = Links(intra_node=16e15, inter_node=2e15, element_bytes=2)  # a row of 16 bytes: 1 tick inside a node, 8 across
@@ -42,15 +42,6 @@ def test_traffic_is_the_larger_direction_over_the_whole_pass() -> None:
     moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
     # rank 0 sends 3 * 40 rows and receives 40; rank 1 the other way round
     assert predict(moved, Cluster(2, 2, LINKS), COST).traffic.tolist() == [120, 120]
-
-
-def test_link_levels() -> None:
-    links = Links(16e15, 2e15, 2, intra_domain=4e15)
-    cluster = Cluster(5, node_sizes=(2, 1, 2), links=links, nodes_per_domain=2)
-    assert row_prices(cluster, COST) == (1, 4, 8)
-    ranks = np.arange(5)
-    assert cluster.link_level(np.zeros(5, dtype=np.int64), ranks).tolist() == [0, 0, 1, 2, 2]
-    assert Cluster(5, node_sizes=(2, 1, 2)).link_level(np.zeros(5, dtype=np.int64), ranks).tolist() == [0, 0, 2, 2, 2]
 
 
 def test_exposed_traffic() -> None:
@@ -99,11 +90,9 @@ def test_bad_speeds(speeds: tuple) -> None:
         Cluster(2, speeds=speeds)
 
 
-def test_bad_domains() -> None:
-    with pytest.raises(SpecError, match="nodes_per_domain is 0"):
-        Cluster(2, nodes_per_domain=0)
+def test_bad_links() -> None:
     with pytest.raises(SpecError, match="positive bandwidth"):
-        Links(intra_domain=0.0)
+        Links(inter_node=0.0)
 
 
 def test_metrics_report_the_prediction() -> None:

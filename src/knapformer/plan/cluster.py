@@ -2,7 +2,6 @@
 
     node 0        node 1                 a node is a group of consecutive ranks;
     [0 1 2 3]     [4 5 6 7]   [8 9]      nodes may have different sizes
-    domain 0 -------------'   domain 1   a domain is a group of consecutive nodes (optional)
 
 Ranks may differ in speed; a rank's speed is a whole number, per mille of the nominal rank that prices are given for.
 """
@@ -26,17 +25,14 @@ class Links:
     """Bandwidth of a rank's links, one direction [byte/s], and the width of what is exchanged.
 
     The defaults are those of an 8-GPU NVLink node with one 400 Gb/s adapter per GPU and bf16 activations.
-    `intra_domain` is what nodes of one domain have between them; None for the same as `inter_node`.
     """
 
     intra_node: float = 300e9
     inter_node: float = 40e9
     element_bytes: int = 2
-    intra_domain: float | None = None
 
     def __post_init__(self) -> None:
-        slowest = min(b for b in (self.intra_node, self.inter_node, self.intra_domain) if b is not None)
-        if not (slowest > 0 and self.element_bytes > 0):
+        if not (min(self.intra_node, self.inter_node) > 0 and self.element_bytes > 0):
             raise SpecError(f"links must have positive bandwidth [byte/s] and element size, got {self}")
 
 
@@ -49,7 +45,6 @@ class Cluster:
         ranks_per_node: ranks that share a node; the last node may be smaller. Default: all ranks in one node.
         links: bandwidths, used to price traffic.
         node_sizes: explicit sizes of consecutive nodes, for ragged clusters; overrides `ranks_per_node`.
-        nodes_per_domain: consecutive nodes that share `links.intra_domain`; None for no level above nodes.
         speeds: speed of each rank [per mille of nominal]; empty for equal ranks.
         node_of: (world_size,) node of each rank (derived).
     """
@@ -58,7 +53,6 @@ class Cluster:
     ranks_per_node: int | None = None
     links: Links = field(default_factory=Links)
     node_sizes: tuple[int, ...] = ()
-    nodes_per_domain: int | None = None
     speeds: tuple[int, ...] = ()
     node_of: Int64Array = field(init=False, repr=False, compare=False)
 
@@ -77,8 +71,6 @@ class Cluster:
                 f"node_sizes {self.node_sizes} must be positive and add up to world_size {self.world_size}, "
                 f"they add up to {int(sizes.sum())}"
             )
-        if self.nodes_per_domain is not None and self.nodes_per_domain < 1:
-            raise SpecError(f"nodes_per_domain is {self.nodes_per_domain}; a domain needs at least one node, or None")
         self._check_speeds()
         object.__setattr__(self, "node_of", column(np.repeat(np.arange(len(sizes)), sizes), "node_of"))
 
@@ -121,9 +113,3 @@ class Cluster:
         """Time of `total_load` when it is divided by speed over all ranks, rounded up [tick]."""
         speed = int(self.speed.sum()) if self.speeds else NOMINAL_SPEED * self.world_size
         return -(-total_load * NOMINAL_SPEED // speed)
-
-    def link_level(self, a: Int64Array, b: Int64Array) -> Int64Array:
-        """What lies between ranks `a` and `b`: 0 the same node, 1 the same domain, 2 neither."""
-        node_a, node_b = self.node_of[a], self.node_of[b]
-        per_domain = self.nodes_per_domain or 1
-        return (node_a != node_b).astype(np.int64) + (node_a // per_domain != node_b // per_domain)

@@ -8,7 +8,7 @@ For one layer's forward pass (the backward pass scales both parts alike), in who
 
 A rank's traffic time is the larger of what it sends and what it receives over the whole pass: q, k, v of its split
 tokens out, those of its attention rows in, outputs the other way. Each row is priced by the slowest link it crosses
-(inside a node, inside a domain of nodes, anywhere); the prices of all of a rank's rows add up, as one rank's links are
+(inside a node or between nodes); the prices of all of a rank's rows add up, as one rank's links are
 not assumed to work at the same time.
 
 With overlap, q, k and v travel while a first part of the whole sequences' attention runs, and outputs return while the
@@ -149,12 +149,10 @@ def exposed_traffic(traffic: Int64Array, whole: Int64Array, split: Int64Array, g
     return np.maximum(unhidden, 0)
 
 
-def row_prices(cluster: Cluster, cost: CostModel) -> tuple[int, int, int]:
-    """Time to move one row (one head of one token of q, k, v or o) inside a node, inside a domain, anywhere [tick]."""
-    links = cluster.links
-    row_bytes = cost.head_dim * links.element_bytes * TICKS_PER_SECOND
-    between = links.inter_node if links.intra_domain is None else links.intra_domain
-    return round(row_bytes / links.intra_node), round(row_bytes / between), round(row_bytes / links.inter_node)
+def row_prices(cluster: Cluster, cost: CostModel) -> tuple[int, int]:
+    """Time to move one row (one head of one token of q, k, v or o) inside a node, and between nodes [tick]."""
+    row_bytes = cost.head_dim * cluster.links.element_bytes * TICKS_PER_SECOND
+    return round(row_bytes / cluster.links.intra_node), round(row_bytes / cluster.links.inter_node)
 
 
 def rank_loads(placement: Placement, cost: CostModel, cluster: Cluster | None = None) -> Int64Array:
@@ -215,10 +213,10 @@ def _priced(
     """Source, target, time of q, k, v and time of o of all traffic that crosses ranks."""
     crosses = (traffic.source != traffic.target).nonzero()[0]
     source, target = traffic.source[crosses], traffic.target[crosses]
-    prices = np.array(row_prices(cluster, cost))
-    price: Int64Array | int = int(prices[0])
+    in_node, between = row_prices(cluster, cost)
+    price: Int64Array | int = in_node
     if cluster.num_nodes > 1 and not inside_nodes:
         a, b = (source, target) if rank is None else (rank[source], rank[target])
-        price = prices[cluster.link_level(a, b)]
+        price = np.where(cluster.node_of[a] == cluster.node_of[b], in_node, between)
     out = traffic.q_rows[crosses] * price
     return source, target, out + traffic.kv_rows[crosses] * (2 * price), out

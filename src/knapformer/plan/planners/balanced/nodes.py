@@ -155,7 +155,7 @@ def _longest_first(
             node[seq] = n
             continue
         rooms = [-r for r, _ in sorted(heap, key=lambda entry: entry[1])]
-        parts, moved = _cut_work(amount, rooms, share, cluster, cost.num_heads, slack)
+        parts, moved = _cut_work(amount, rooms, share, cost.num_heads, slack)
         slack -= moved
         cuts.append(_cut(seq, int(length[seq]), parts, cluster, cost, share))
         node[seq] = -1
@@ -191,19 +191,13 @@ def _small_first_home(amounts: list[int], homes: list[int], heap: list[tuple[int
     return chosen, load
 
 
-def _cut_work(
-    amount: int, room: list[int], share: list[int], cluster: Cluster, num_heads: int, slack: int
-) -> tuple[list[int], int]:
+def _cut_work(amount: int, room: list[int], share: list[int], num_heads: int, slack: int) -> tuple[list[int], int]:
     """Work of a sequence on each node, and how much less than their room the full ones got.
 
-    Nodes with most room come first, of the domain with most room. Parts are whole heads where `slack` allows.
+    Nodes with most room come first. Parts are whole heads where `slack` allows.
     """
-    per_domain = cluster.nodes_per_domain or len(room)
-    domain_room: dict[int, int] = {}
-    for n, r in enumerate(room):
-        domain_room[n // per_domain] = domain_room.get(n // per_domain, 0) + max(r, 0)
     parts, left, moved = [0] * len(room), amount, 0
-    for n in sorted(range(len(room)), key=lambda n: (-domain_room[n // per_domain], n // per_domain, -room[n], n)):
+    for n in sorted(range(len(room)), key=lambda n: (-room[n], n)):
         part = min(left, max(room[n], 0))
         heads = part * num_heads // amount
         shift = part - heads * amount // num_heads
