@@ -5,7 +5,7 @@ import torch
 
 from knapformer import SequenceBalancer
 from knapformer.errors import PlanError
-from knapformer.plan import BagSpec, Sequences
+from knapformer.plan import BagSpec, Sequences, make_planner
 from knapformer.plan.planners import BagsPlanner
 from tests.ranks import run_ranks
 
@@ -55,7 +55,7 @@ def failing_planner(rank, world_size, ranks):
         def __call__(self, *args):
             if rank in ranks:
                 raise MemoryError("no memory for a plan")
-            return SequenceBalancer._make_planner("auto", "local")(*args)
+            return make_planner("local")(*args)
 
     SequenceBalancer(planner=Planner()).plan_routing([4], 64)
 

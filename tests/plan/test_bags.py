@@ -401,7 +401,23 @@ def test_a_bag_spec_may_be_given_as_such() -> None:
     )
 
 
-@pytest.mark.parametrize(("spec", "heads"), [("g1n8", 1), ("g4n2", 4), ("g1n8+g2n4+g8n2", 8), ("g2n1+g3n2", 6)])
-def test_default_heads_are_divided_by_every_bag(spec: str, heads: int) -> None:
-    cost = CostModel(5, 3, 1, 2, 64)
-    assert BagsPlanner(BagSpec.parse(spec)).with_default_heads(cost) == CostModel(heads, 3, 1, 2, 64)
+@pytest.mark.parametrize("spec", ["g1n8", "g4n2", "g1n4+g2n2", "g2n1+g3n2"])
+def test_other_heads_change_how_attention_is_cut_but_not_which_bag_takes_what(spec: str) -> None:
+    bags = BagSpec.parse(spec)
+    seqs = Sequences.from_ranks([[900, 40], [70], [300, 300, 5], [61], [], [1200], [8, 9], [77]])
+    cluster, cost = Cluster(8), CostModel.from_shapes(gamma=0.49)
+    usual, other = BagsPlanner(bags)(seqs, cluster, cost), BagsPlanner(bags, num_heads=12)(seqs, cluster, cost)
+    assert (usual.num_heads, other.num_heads) == (24, 12)
+    assert usual.tokens().tolist() == other.tokens().tolist()
+    assert np.array_equal(usual.token_shards.rank, other.token_shards.rank)
+    assert measure(other, cluster, cost.with_num_heads(12)).time_imbalance == pytest.approx(
+        measure(usual, cluster, cost).time_imbalance, rel=1e-3
+    )
+
+
+def test_prices_of_whole_sequences_and_traffic_do_not_depend_on_the_heads() -> None:
+    cost = CostModel.from_shapes(3072, 24, gamma=1.0)
+    assert cost.with_num_heads(8) == CostModel(8, cost.token, 3 * cost.per_qk_pair, 0, 384)
+    assert cost.with_num_heads(24) == cost
+    length = np.array([1, 4096, 100_000])
+    assert np.array_equal(cost.with_num_heads(48).work(length), cost.work(length))

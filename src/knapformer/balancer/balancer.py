@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from knapformer.balancer.batches import BatchT, Source, default_lengths
 from knapformer.balancer.compat import OriginalSurface
 from knapformer.balancer.prefetch import Prefetch, PrefetchChannel
+from knapformer.balancer.rule import PlanRule, read_cost
 from knapformer.balancer.step import RoutingStep
-from knapformer.comm import LengthGather, RankGroup, agree, gather_integers, partition
+from knapformer.balancer.subgroups import BalancingGroup
+from knapformer.comm import LengthGather, RankGroup, agree, gather_integers
 from knapformer.comm.gather import check_equal, stable_digest
-from knapformer.data import Profile
 from knapformer.errors import CalibrationError, RankMismatchError, SpecError
-from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
+from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Planner, Sequences
 from knapformer.plan.arrays import Int64Array
 from knapformer.plan.planners import BagsPlanner
 
@@ -77,7 +77,7 @@ class SequenceBalancer(OriginalSurface):
         token_grid: int = 1,
     ) -> None:
         base = RankGroup.of(group)
-        prices = _read_cost(cost)
+        prices = read_cost(cost)
         settings: dict[str, object] = {
             "the bag spec": bag_specs,
             "gamma": gamma,
@@ -95,23 +95,15 @@ class SequenceBalancer(OriginalSurface):
         if isinstance(prices, CalibrationError):  # on every rank, as they agree
             raise prices
 
-        self._planner = self._make_planner(bag_specs, planner)
-        self._gamma, self._cost, self._limits = gamma, prices, limits or Limits()
-        self._kernel, self._verify, self._overlap = kernel, verify, overlap
-        self._token_grid, self._limits = token_grid, _on_grid(self._limits, token_grid)
+        self._rule = PlanRule.of(bag_specs, gamma, cost=prices, planner=planner, limits=limits, token_grid=token_grid)
+        self._kernel, self._verify, self._overlap, self._token_grid = kernel, verify, overlap, token_grid
         if cluster is not None and cluster.world_size != base.size:
             raise SpecError(
                 f"the cluster has {cluster.world_size} ranks, the process group {base.size}; describe the group's ranks"
             )
-        cluster = cluster or Cluster(base.size)
-        self._base, self._group, self._cluster, part_sizes = base, base, cluster, list(cluster.node_sizes)
-        if isinstance(self._planner, BagsPlanner):
-            spec = self._planner.spec
-            num_groups = spec.num_groups(base.size)
-            self._group = partition(base, [spec.num_ranks] * num_groups)
-            self._cluster = _sub_cluster(cluster, self._group.ranks, base.ranks)
-            part_sizes = [len(bag) for bag in spec.bags()] * num_groups
-        self._part_of, self._part, self._part_group = self._make_parts(base, self._group, part_sizes)
+        self._base = base
+        self._balancing = BalancingGroup.of(base, cluster or Cluster(base.size), self._rule.spec)
+        self._group, self._cluster = self._balancing.group, self._balancing.cluster
         self._device = torch.device(device) if device is not None else self._group.device
         self._gather = LengthGather(self._group, {})
         self._channel = PrefetchChannel(base)
@@ -204,16 +196,15 @@ class SequenceBalancer(OriginalSurface):
 
     def _make_step(self, sequences: Sequences, token_dim: int | None) -> RoutingStep:
         """This rank's view of the plan; not collective."""
-        cost = self.cost(token_dim)
-        placement = self._planner(sequences, self._cluster, cost, self._limits).validate()
-        spans = _spans_parts(placement, self._part_of)
+        placement, cost = self._rule.place(sequences, self._cluster, token_dim)
+        attention_ranks, attention_group = self._balancing.sharing_attention(placement)
         return RoutingStep(
             placement=placement,
             cluster=self._cluster,
             cost=cost,
             group=self._group,
-            attention_ranks=range(self._group.size) if spans else self._part,
-            attention_group=self._group if spans else self._part_group,
+            attention_ranks=attention_ranks,
+            attention_group=attention_group,
             device=self._device,
             kernel=self._kernel,
             verify=self._verify,
@@ -223,14 +214,7 @@ class SequenceBalancer(OriginalSurface):
 
     def cost(self, token_dim: int | None = None) -> CostModel:
         """The prices steps are planned with."""
-        if self._cost is not None:
-            return self._cost
-        bags = isinstance(self._planner, BagsPlanner)
-        gamma = self._gamma if self._gamma is not None else (1.0 if bags else 1.25)
-        cost = (
-            CostModel.from_shapes(gamma=gamma) if token_dim is None else CostModel.from_shapes(token_dim, gamma=gamma)
-        )
-        return self._planner.with_default_heads(cost) if isinstance(self._planner, BagsPlanner) else cost
+        return self._rule.cost(token_dim)
 
     @property
     def cluster(self) -> Cluster:
@@ -282,64 +266,3 @@ class SequenceBalancer(OriginalSurface):
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
-
-    @staticmethod
-    def _make_planner(bag_specs: str | BagSpec, planner: Planner | str | None) -> Planner:
-        if planner is not None and not isinstance(planner, str):
-            return planner
-        if bag_specs == "auto":
-            return make_planner(planner or "balanced")
-        return make_planner(planner or "bags", bag_specs)
-
-    @staticmethod
-    def _make_parts(base: RankGroup, group: RankGroup, sizes: list[int]) -> tuple[np.ndarray, range, RankGroup]:
-        """Part of each rank of the balancing group, this rank's part, and the part's process group.
-
-        Sub-groups can only be created of the whole world; elsewhere the balancing group is one part.
-        """
-        if base.handle is not None and base.size != dist.get_world_size():
-            return np.zeros(group.size, dtype=np.int64), range(group.size), group
-        part_group = partition(base, sizes)
-        first = base.ranks.index(group.ranks[0])
-        part_of = np.repeat(np.arange(len(sizes)), sizes)[first : first + group.size]
-        start = group.ranks.index(part_group.ranks[0])
-        return part_of, range(start, start + part_group.size), part_group
-
-
-def _read_cost(cost: CostModel | str | os.PathLike[str] | None) -> CostModel | CalibrationError | None:
-    """Prices, read from a profile if need be; what is wrong with it is returned, to be raised once ranks agree."""
-    if cost is None or isinstance(cost, CostModel):
-        return cost
-    try:
-        return Profile.load(cost).cost_model()
-    except CalibrationError as error:
-        return error
-
-
-def _on_grid(limits: Limits, token_grid: int) -> Limits:
-    """Limits that padding keeps: tokens per rank are cut to a multiple of the grid."""
-    cap = limits.max_tokens_per_rank
-    if token_grid < 1 or (cap is not None and cap < token_grid):
-        raise SpecError(
-            f"token_grid is {token_grid}; it must be at least 1 and at most max_tokens_per_rank, which is {cap}"
-        )
-    return limits if cap is None else replace(limits, max_tokens_per_rank=cap // token_grid * token_grid)
-
-
-def _spans_parts(placement: Placement, part_of: np.ndarray) -> bool:
-    """Whether any sequence is split over several parts, so that its attention needs the whole balancing group."""
-    lowest = np.full(len(placement.sequences), len(part_of), dtype=np.int64)
-    highest = np.full(len(placement.sequences), -1, dtype=np.int64)
-    for shards in (placement.token_shards, placement.attention_shards):
-        np.minimum.at(lowest, shards.seq, part_of[shards.rank])
-        np.maximum.at(highest, shards.seq, part_of[shards.rank])
-    return bool(np.any(lowest != highest))
-
-
-def _sub_cluster(cluster: Cluster, ranks: tuple[int, ...], base: tuple[int, ...]) -> Cluster:
-    """The part of `cluster` that a balancing group covers."""
-    if len(ranks) == len(base):
-        return cluster
-    first = base.index(ranks[0])
-    sizes = np.unique(cluster.node_of[first : first + len(ranks)], return_counts=True)[1]
-    return replace(cluster, world_size=len(ranks), ranks_per_node=None, node_sizes=tuple(sizes.tolist()))

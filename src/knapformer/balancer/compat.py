@@ -19,12 +19,11 @@ from torch import Tensor
 from knapformer.attention.current import current_step, mark
 from knapformer.comm import RankGroup
 from knapformer.errors import SpecError
-from knapformer.plan import Planner
-from knapformer.plan.planners import BagsPlanner
 from knapformer.plan.summary import summarize
 
 if TYPE_CHECKING:
     from knapformer.attention import SplitAttention
+    from knapformer.balancer.rule import PlanRule
     from knapformer.balancer.step import RoutingStep
 
 
@@ -32,7 +31,7 @@ class OriginalSurface:
     """Mixin of `SequenceBalancer`; see the module's docstring."""
 
     _group: RankGroup
-    _planner: Planner
+    _rule: "PlanRule"
     _latest: "RoutingStep | None"
 
     @property
@@ -61,8 +60,8 @@ class OriginalSurface:
         """The latest step's placement as plain dictionaries; see `knapformer.plan.summary`."""
         step = self._step()
         summary = summarize(step.placement, step.cost, self._group.ranks)
-        if isinstance(self._planner, BagsPlanner):
-            bags = [[self._group.ranks[r] for r in bag] for bag in self._planner.spec.bags()]
+        if self._rule.spec is not None:
+            bags = [[self._group.ranks[r] for r in bag] for bag in self._rule.spec.bags()]
             summary["bag_id2gpu_ids"] = dict(enumerate(bags))
             summary["gpu_id2bag_id"] = {gpu: bag for bag, gpus in enumerate(bags) for gpu in gpus}
         return summary
@@ -90,8 +89,8 @@ class OriginalSurface:
             SpecError: on every rank, without a bag topology or where a bag size does not divide the heads.
         """
         step, num_heads = self._step(), q_THK.shape[1]
+        bag_heads = num_heads // self._bag_size()
         split = self._bag_attention(step, num_heads)
-        bag_heads = num_heads // len(step.attention_ranks)
         if split is None:  # a bag of one rank, or a bag without sequences
             q, k, v = (x[:, :bag_heads] for x in (q_THK, k_THK, v_THK))
             return _int32(step.layout.seq_lens, q), mark(q, step), mark(k, step), mark(v, step)
@@ -104,7 +103,7 @@ class OriginalSurface:
     def post_attn(self, o_LhK: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `pre_attn` for attention outputs: (full sequences, H / g, K) -> (tokens here, H, K)."""
         step = self._step()
-        bag_size, bag_heads, head_dim = len(step.attention_ranks), *o_LhK.shape[1:]
+        bag_size, bag_heads, head_dim = self._bag_size(), *o_LhK.shape[1:]
         split = self._bag_attention(step, bag_heads * bag_size)
         if split is None:
             o_LhK = o_LhK.repeat(1, bag_size, 1) if bag_size > 1 else o_LhK
@@ -113,17 +112,22 @@ class OriginalSurface:
             o_LhK = split.tokens(*split.give_back(rows).wait())
         return _int32(step.layout.seq_lens, o_LhK), mark(o_LhK, step)
 
-    def _bag_attention(self, step: "RoutingStep", num_heads: int) -> "SplitAttention | None":
-        if not isinstance(self._planner, BagsPlanner):
+    def _bag_size(self) -> int:
+        """Ranks of this rank's bag."""
+        if self._rule.spec is None:
             raise SpecError(
-                f"pre_attn and post_attn need a bag topology, this balancer plans with '{self._planner.name}'; call "
-                "layout.attend or knapformer.attend instead, which take any placement"
+                f"pre_attn and post_attn need a bag topology, this balancer plans with '{self._rule.planner.name}'; "
+                "call layout.attend or knapformer.attend instead, which take any placement"
             )
-        for size, _ in self._planner.spec.terms:
+        return next(len(bag) for bag in self._rule.spec.bags() if self._group.rank in bag)
+
+    def _bag_attention(self, step: "RoutingStep", num_heads: int) -> "SplitAttention | None":
+        spec = self._rule.spec
+        for size, _ in spec.terms if spec else ():
             if num_heads % size:
                 raise SpecError(
                     f"pre_attn and post_attn give each rank of a bag the same number of heads, but {num_heads} heads "
-                    f"do not divide by the bag size {size} of '{self._planner.spec}'; call layout.attend instead"
+                    f"do not divide by the bag size {size} of '{spec}'; call layout.attend instead"
                 )
         if step.token_grid > 1:
             raise SpecError(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from knapformer.data import Trace, cluster_and_cost, load_workload
 from knapformer.plan import Limits, Metrics, make_planner, measure
+from knapformer.plan.planners import default_gamma
 from knapformer.tools.show.picture import draw_plan
 from knapformer.tools.show.view import PlanView
 
@@ -36,7 +37,7 @@ def plan(
     topology: str | None = None,
     ranks: int | None = None,
     ranks_per_node: int | None = None,
-    gamma: float = 1.25,
+    gamma: float | None = None,
     profile: str | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -63,7 +64,7 @@ def plan(
     ranks_per_node
         Ranks that share fast links. Default: the workload's, else all.
     gamma
-        Time of an attention FLOP over that of a token-wise FLOP.
+        Time of an attention FLOP over that of a token-wise FLOP. Default: 1.0 for bags, as published, else 1.25.
     profile
         Measured prices instead of gamma: a file of knapformer calibrate, or the name of a shipped one.
     steps
@@ -101,7 +102,7 @@ def plan_trace(
     planner: str,
     topology: str | None = None,
     *,
-    gamma: float = 1.25,
+    gamma: float | None = None,
     profile: str | None = None,
     steps: int | None = None,
     ranks_per_node: int | None = None,
@@ -110,6 +111,7 @@ def plan_trace(
 ) -> dict[str, Any]:
     """Plan every step of a trace; the object `knapformer plan --json` prints."""
     plan_one, plan_none = make_planner(planner, topology), make_planner("local")
+    gamma = default_gamma(plan_one) if gamma is None else gamma
     cluster, cost = cluster_and_cost(trace, gamma, ranks_per_node, profile)
     before: list[Metrics] = []
     after: list[Metrics] = []

@@ -11,7 +11,7 @@ tokens (4), and `gamma` says how much slower an attention FLOP runs than a token
 balance; `token_flops` turns them into seconds, which traffic is compared with.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Self
 
@@ -90,6 +90,15 @@ class CostModel:
             per_qk_pair=round(gamma * attention_coeff * d_model / num_heads * tick),
             sequence=round(sequence_flop * tick),
             head_dim=max(1, round(d_model / num_heads)),
+        )
+
+    def with_num_heads(self, num_heads: int) -> Self:
+        """The same prices of tokens, whole sequences and traffic, for another number of heads, to the nearest tick."""
+        return replace(
+            self,
+            num_heads=num_heads,
+            per_qk_pair=round(self.per_qk_pair * self.num_heads / num_heads),
+            head_dim=max(1, round(self.head_dim * self.num_heads / num_heads)),
         )
 
     def work(self, length: Int64Array) -> Int64Array:

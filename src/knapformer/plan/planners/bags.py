@@ -7,7 +7,7 @@ g ranks, tokens are cut into g equal ranges and attention into g ranges of whole
 """
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 
 import numpy as np
@@ -29,10 +29,12 @@ class BagsPlanner:
     Attributes:
         spec: the bags of one balancing group; groups repeat where the world is a multiple of it.
         name: "bags".
+        num_heads: heads to cut attention into; default those of the cost model. Does not change which bag takes what.
     """
 
     spec: BagSpec
     name: str = "bags"
+    num_heads: int | None = None
 
     def __call__(
         self, sequences: Sequences, cluster: Cluster, cost: CostModel, limits: Limits | None = None
@@ -45,7 +47,7 @@ class BagsPlanner:
             first, last = np.searchsorted(sequences.home, [group * group_size, (group + 1) * group_size])
             chosen = self._choose(sequences.length[first:last], cost.work(sequences.length[first:last]), bags)
             bag_of[first:last] = group * len(bags) + chosen
-        placement = self._cut(sequences, bag_of, cluster.world_size, cost.num_heads)
+        placement = self._cut(sequences, bag_of, cluster.world_size, self.num_heads or cost.num_heads)
         most = int(placement.tokens().max())
         if limits is not None and limits.max_tokens_per_rank is not None and most > limits.max_tokens_per_rank:
             raise PlanError(
@@ -95,10 +97,6 @@ class BagsPlanner:
             Shards.sorted(seq, rank, heads[0] * length[seq], heads[1] * length[seq]),
             self.name,
         )
-
-    def with_default_heads(self, cost: CostModel) -> CostModel:
-        """`cost` with a number of heads that every bag divides, for callers that do not know their model's heads."""
-        return replace(cost, num_heads=lcm(*(size for size, _ in self.spec.terms)))
 
 
 def _level_shares(amount: Int64Array, parts: Int64Array, bag: Int64Array) -> tuple[Int64Array, Int64Array]:
