@@ -1,8 +1,9 @@
-# make demo   the main job on built-in pictures and clips, on 2 CPU ranks
-# make test   all tests
-# make lint   style, types, architecture
-# make format rewrites the code in the project's format
-# make clean  removes the environment, builds and caches
+# make demo       the main job on built-in pictures and clips, on 2 CPU ranks
+# make test       all tests but the slow ones
+# make test-all   all tests
+# make lint       style, types, architecture
+# make format     rewrites the code in the project's format
+# make clean      removes the environment, builds and caches
 #
 # Each target installs what it needs into .venv, at the exact versions of constraints.txt, and only once.
 
@@ -11,12 +12,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/knapformer demo
 
 test: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.dev-installed
