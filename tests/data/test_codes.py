@@ -53,14 +53,14 @@ def test_errors_name_the_column(text: str, column: int, bad: str) -> None:
         ("g1b1i255f1s0", 225),  # sides are rounded down
     ],
 )
-def test_visual_tokens(code: str, tokens: int) -> None:
-    assert parse_data_codes(code)[0].visual_tokens() == tokens
+def test_paper_tokens(code: str, tokens: int) -> None:
+    assert parse_data_codes(code)[0].paper_tokens() == tokens
 
 
 def test_frames_divide_exactly() -> None:
     # 33 / 2.2 is 14.999999999999998 in floating point.
-    assert parse_data_codes("g1b1i16f33s1")[0].visual_tokens(vae_temporal=2.2) == 15
-    assert parse_data_codes("g1b1i16f32s1")[0].visual_tokens(vae_temporal=2.2) == 14
+    assert parse_data_codes("g1b1i16f33s1")[0].paper_tokens(vae_temporal=2.2) == 15
+    assert parse_data_codes("g1b1i16f32s1")[0].paper_tokens(vae_temporal=2.2) == 14
 
 
 def test_text_lengths_reach_both_ends() -> None:
@@ -87,7 +87,7 @@ def test_distribution_equals_the_recorded_trace() -> None:
     recorded = visual_by_code(load_workload("flux-joint-32"), codes)
     drawn = visual_by_code(generate_trace(JOINT, num_steps=100, seed=11), codes)
     for code, (old, old_text), (new, new_text) in zip(codes, recorded, drawn, strict=True):
-        base = code.visual_tokens()
+        base = code.paper_tokens()
         for visual, text in ((old, old_text), (new, new_text)):
             draws = len(visual) / code.batch  # one aspect factor per rank and step
             spread = 0.08 * base

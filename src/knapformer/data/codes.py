@@ -8,7 +8,8 @@ ranks load one 512x512 clip of 85 frames. `s1` marks smooth video, whose frames 
                                                                           max(1, floor(f / 3.4)) for s1
 
 where `aspect`, drawn once per rank and step, stands for the spread of aspect ratios in a resolution bucket, and 3.4
-is a VAE that turns 17 frames into 5. Text length is uniform. No pixels here: lengths only.
+is a VAE that turns 17 frames into 5. That is the paper's rule (`DataCode.paper_tokens`), which traces made from codes
+keep; real pictures and clips follow `knapformer.data.grid.token_grid`. Text length is uniform.
 """
 
 import re
@@ -49,8 +50,8 @@ class DataCode:
             if getattr(self, name) < 1:
                 raise SpecError(f"data code '{self}': {name} is {getattr(self, name)}; it must be at least 1")
 
-    def visual_tokens(self, *, vae_spatial: float = 16, vae_temporal: float = 3.4) -> int:
-        """Visual tokens of one square sample, before the aspect ratio is applied [tokens]."""
+    def paper_tokens(self, *, vae_spatial: float = 16, vae_temporal: float = 3.4) -> int:
+        """Visual tokens of one square sample by the paper's rule, before the aspect ratio is applied [tokens]."""
         side = int(self.resolution / vae_spatial)
         if side < 1:
             raise SpecError(
@@ -146,7 +147,7 @@ def generate_trace(
         raise SpecError(f"max_text is {max_text}; it must be 0 or more")
 
     copies = world_size // named
-    square = [code.visual_tokens(vae_spatial=vae_spatial, vae_temporal=vae_temporal) for code in terms]
+    square = [code.paper_tokens(vae_spatial=vae_spatial, vae_temporal=vae_temporal) for code in terms]
     ranks = [code.ranks for code in terms]
     tokens = np.tile(np.repeat(square, ranks), copies)  # (world_size,)
     counts = np.tile(np.repeat([code.batch for code in terms], ranks), copies)

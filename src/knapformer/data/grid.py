@@ -1,5 +1,8 @@
 """From the size of a picture or clip to its token grid, by arithmetic alone: no file is opened, no torch.
 
+`token_grid` is the one rule. The loader follows it, the simulator and the advisor ask it, the latter in SQL: it runs
+the rule on names of columns. So it is written with NumPy's functions only.
+
 Nothing is cut away. Both sides of a frame are scaled alike to stay within `max_pixels` and then rounded to whole
 patches by resizing; a clip with more than `max_frames` frames is sampled more sparsely over its whole span (use
 `start` and `end` in the manifest to take a part of it). Nothing becomes empty: a 3-pixel-wide image still has one
@@ -15,7 +18,7 @@ of one frame, repeated where a temporal patch wants more.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,23 +87,60 @@ class MediaOptions:
         return 1 + self.vae_temporal * (latent_frames - 1)
 
 
-def frame_size(item: Item, options: MediaOptions) -> tuple[int, int]:
+def token_grid(width: Any, height: Any, frames: Any, options: MediaOptions) -> tuple[Any, Any, Any]:
+    """The rule: tokens along time, height and width, of numbers or arrays (floats that are whole).
+
+    Args:
+        width, height: as displayed [pixels].
+        frames: at the asked rate, before limits; 1 for an image.
+        options: patches and limits.
+    """
+    wide, high = resized_frame(width, height, options)
+    time = sampled_latents(frames, options) / options.temporal_patch
+    return time, high / options.unit, wide / options.unit
+
+
+def resized_frame(width: Any, height: Any, options: MediaOptions) -> tuple[Any, Any]:
     """Width and height that frames are resized to: multiples of `options.unit` within `max_pixels` [pixels]."""
     unit, limit = options.unit, options.max_pixels
-    scale = 1.0 if limit is None else min(1.0, math.sqrt(limit / (item.width * item.height)))
-    ideal = (item.width * scale, item.height * scale)
-    sides = [_nearest_multiple(side, unit) for side in ideal]
-    if limit is not None and sides[0] * sides[1] > limit:
-        # Rounding went over: take it back on the side that was rounded up more, or on the one that can give.
-        axis = int(sides[1] / ideal[1] > sides[0] / ideal[0])
-        if limit // sides[1 - axis] < unit:
-            axis = 1 - axis
-        sides[axis] = limit // sides[1 - axis] // unit * unit
-    return sides[0], sides[1]
+    if limit is None:
+        return _nearest_multiple(width, unit), _nearest_multiple(height, unit)
+    scale = np.minimum(1.0, np.sqrt(limit / (width * height)))
+    ideal_width, ideal_height = width * scale, height * scale
+    wide, high = _nearest_multiple(ideal_width, unit), _nearest_multiple(ideal_height, unit)
+    # Where rounding went over the limit, the side that was rounded up more gives, or the one that can.
+    widest = np.floor(limit / (high * unit)) * unit
+    highest = np.floor(limit / (wide * unit)) * unit
+    height_gives = np.where(high / ideal_height > wide / ideal_width, highest > 0, widest <= 0)
+    over = wide * high > limit
+    return np.where(over & ~height_gives, widest, wide), np.where(over & height_gives, highest, high)
 
 
-def _nearest_multiple(value: float, unit: int) -> int:
-    return max(1, math.floor(value / unit + 0.5)) * unit
+def frames_at_rate(duration: Any, fps: Any) -> Any:
+    """Frames of a clip of `duration` seconds at `fps`: those at 0, 1 / fps, 2 / fps, ... that it shows."""
+    return np.maximum(1, np.ceil((duration - TIME_TOLERANCE) * fps))
+
+
+def sampled_latents(frames: Any, options: MediaOptions) -> Any:
+    """Latent frames for `frames` at the asked rate: whole temporal patches within `max_frames`."""
+    limit = options.max_frames
+    if limit is not None:
+        frames = np.minimum(frames, limit)
+    latents = _nearest_multiple((frames - 1) / options.vae_temporal + 1, options.temporal_patch)
+    if limit is None:
+        return latents
+    most = 1 + (limit - 1) // options.vae_temporal
+    return np.minimum(latents, most // options.temporal_patch * options.temporal_patch)
+
+
+def _nearest_multiple(value: Any, unit: int) -> Any:
+    return np.maximum(1, np.floor(value / unit + 0.5)) * unit
+
+
+def frame_size(item: Item, options: MediaOptions) -> tuple[int, int]:
+    """Width and height that the item's frames are resized to [pixels]."""
+    width, height = resized_frame(float(item.width), float(item.height), options)
+    return int(width), int(height)
 
 
 def natural_frames(item: Item, options: MediaOptions) -> int:
@@ -108,19 +148,12 @@ def natural_frames(item: Item, options: MediaOptions) -> int:
     fps = options.fps if item.fps is None else item.fps
     if item.kind == "image":
         return 1
-    return item.num_frames if fps is None else max(1, math.ceil((item.duration - TIME_TOLERANCE) * fps))
+    return item.num_frames if fps is None else int(frames_at_rate(item.duration, fps))
 
 
 def sampled_frames(item: Item, options: MediaOptions) -> int:
     """Frames that are taken from the item: a whole number of temporal patches within `max_frames`."""
-    frames = natural_frames(item, options)
-    if options.max_frames is not None:
-        frames = min(frames, options.max_frames)
-    latents = _nearest_multiple((frames - 1) / options.vae_temporal + 1, options.temporal_patch)
-    if options.max_frames is not None:
-        most = 1 + (options.max_frames - 1) // options.vae_temporal
-        latents = min(latents, most // options.temporal_patch * options.temporal_patch)
-    return options.frames_of(latents)
+    return options.frames_of(int(sampled_latents(natural_frames(item, options), options)))
 
 
 def sample_grid(item: Item, options: MediaOptions) -> Grid:
@@ -129,9 +162,8 @@ def sample_grid(item: Item, options: MediaOptions) -> Grid:
     Equals the grid that `knapformer.data.media.load_item` returns, except for a clip whose tail does not decode: that
     one comes out shorter.
     """
-    width, height = frame_size(item, options)
-    latents = (sampled_frames(item, options) - 1) // options.vae_temporal + 1
-    return Grid(latents // options.temporal_patch, height // options.unit, width // options.unit)
+    grid = token_grid(float(item.width), float(item.height), natural_frames(item, options), options)
+    return Grid(*map(int, grid))
 
 
 def token_pixels(grid: Grid | tuple[int, int, int], options: MediaOptions) -> NDArray[np.int64]:

@@ -32,7 +32,7 @@ Run = Callable[[str], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ManifestTable:
     """A file as the engine sees it.
 
     Attributes:
@@ -80,7 +80,7 @@ def reading(name: str) -> Iterator[None]:
         raise DataError(f"{name}: cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def open_source(run: Run, path: Path) -> Source:
+def open_table(run: Run, path: Path) -> ManifestTable:
     """Tell the format by content, whatever the name says, and list the columns."""
     name = str(path)
     head, packed = _head(path)
@@ -102,10 +102,10 @@ def open_source(run: Run, path: Path) -> Source:
         names, types = run(f"DESCRIBE SELECT * FROM {relation}")[:2]
     columns = {str(c): str(t).split("(")[0] in _NUMBERS for c, t in zip(names, types, strict=True)}
     columns.pop("file_row_number", None)
-    return Source(name, relation, row, columns)
+    return ManifestTable(name, relation, row, columns)
 
 
-def _open_json(run: Run, name: str, options: str) -> Source:
+def _open_json(run: Run, name: str, options: str) -> ManifestTable:
     parsing = "header = false, auto_detect = false, delim = '\x01', quote = '', escape = '', strict_mode = false"
     lines = (
         "(SELECT row_number() OVER () AS __line, __text, CASE WHEN json_valid(__text) "
@@ -119,7 +119,7 @@ def _open_json(run: Run, name: str, options: str) -> Source:
     values = "".join(f", CASE WHEN __usable THEN __text ->> {_pointer(key)} END AS {quoted(key)}" for key in columns)
     broken = f"CASE WHEN NOT __usable THEN __text END AS {BROKEN}"
     relation = f"(SELECT __line, {broken}{values} FROM {lines} WHERE trim(coalesce(__text, '')) <> '')"
-    return Source(name, relation, "__line", columns, is_json=True)
+    return ManifestTable(name, relation, "__line", columns, is_json=True)
 
 
 def literal(text: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from knapformer.data.grid import frames_at_rate, token_grid
 from knapformer.errors import SpecError
 from knapformer.plan.sequences import MAX_LENGTH
 from knapformer.tools.advise.columns import (
@@ -23,7 +24,8 @@ from knapformer.tools.advise.columns import (
     problem_cases,
     quoted,
 )
-from knapformer.tools.advise.engine import BROKEN, Run, Source, reading
+from knapformer.tools.advise.engine import BROKEN, ManifestTable, Run, reading
+from knapformer.tools.advise.sql import Sql
 from knapformer.tools.simulate.presets import ModelShape
 
 BYTES_PER_TEXT_TOKEN = 4
@@ -66,44 +68,44 @@ class Query:
     """SQL of one file.
 
     Attributes:
-        source, columns: the file, and which of its columns mean what.
+        table, columns: the file, and which of its columns mean what.
         cases: (role, problem, condition) of its rows' problems, numbered from 1; the next number is "too long".
         shape: SQL of frames, tokens, text tokens and samples.
         notes: what was assumed, in words.
     """
 
-    source: Source
+    table: ManifestTable
     columns: Columns
     cases: list[tuple[str, str, str]]
     shape: str
     notes: list[str]
 
     @classmethod
-    def of(cls, run: Run, source: Source, model: ModelShape, options: ScanOptions) -> "Query":
+    def of(cls, run: Run, table: ManifestTable, model: ModelShape, options: ScanOptions) -> "Query":
         notes: list[str] = []
         sampled = options.sample_fps is not None
-        columns = find_columns(source.columns, options.columns, file=source.name, sampled=sampled)
-        with reading(source.name):
-            scale, mixed = _unit(run, source, columns, options, notes)
+        columns = find_columns(table.columns, options.columns, file=table.name, sampled=sampled)
+        with reading(table.name):
+            scale, mixed = _unit(run, table, columns, options, notes)
         cases = problem_cases(columns, mixed, sampled=sampled)
-        if source.is_json:
+        if table.is_json:
             cases.insert(0, ("line", "type", "r_line IS NOT NULL"))
-        text = _text(columns, model, options, notes, source.name)
-        return cls(source, columns, cases, _shape(model, scale, text, options), notes)
+        text = _text(columns, model, options, notes, table.name)
+        return cls(table, columns, cases, _shape(model, scale, text, options), notes)
 
     def sql(self, *, numbered: bool = False) -> str:
         """Rows as (problem, frames, tokens, text_tokens, samples); `numbered`, with their numbers and raw values."""
         names = self.columns.names
-        raw = f", {self.source.row} AS row_number" if numbered else ""
+        raw = f", {self.table.row} AS row_number" if numbered else ""
         raw += "".join(f", CAST({quoted(n)} AS VARCHAR) AS r_{role}" for role, n in names.items() if numbered)
-        raw += f", {BROKEN} AS r_line" if self.source.is_json else ""
+        raw += f", {BROKEN} AS r_line" if self.table.is_json else ""
         raw += f", strlen(CAST({quoted(names['caption'])} AS VARCHAR)) AS v_caption" if "caption" in names else ""
         problem = "".join(f" WHEN {condition} THEN {code}" for code, (_, _, condition) in enumerate(self.cases, 1))
         return f"""
             SELECT *, CASE WHEN tokens > {MAX_LENGTH} THEN {len(self.cases) + 1} ELSE found END AS problem
             FROM (SELECT *, {self.shape}
                   FROM (SELECT *, CASE {problem} ELSE 0 END AS found
-                        FROM (SELECT {_values(self.columns)}{raw} FROM {self.source.relation})))
+                        FROM (SELECT {_values(self.columns)}{raw} FROM {self.table.relation})))
         """
 
 
@@ -119,7 +121,7 @@ def _values(columns: Columns) -> str:
 
 
 def _unit(
-    run: Run, source: Source, columns: Columns, options: ScanOptions, notes: list[str]
+    run: Run, table: ManifestTable, columns: Columns, options: ScanOptions, notes: list[str]
 ) -> tuple[float, str | None]:
     """Seconds in a unit of the durations, and the condition for a row that is in another unit."""
     if "duration" not in columns:
@@ -131,14 +133,14 @@ def _unit(
     usable = "v_duration > 0 AND isfinite(v_duration)"
     median, ratio = run(
         f"SELECT median(v_duration) FILTER ({usable}), median(v_duration * v_fps / v_frames) FILTER ({usable} AND "
-        f"v_frames > 1 AND v_fps > 0) FROM (SELECT {_values(columns)} FROM {source.relation} LIMIT {_SAMPLE})"
+        f"v_frames > 1 AND v_fps > 0) FROM (SELECT {_values(columns)} FROM {table.relation} LIMIT {_SAMPLE})"
     )
     if median[0] is np.ma.masked:
         return 1.0, None
     middle = float(median[0])
     if middle >= 1000 if ratio[0] is np.ma.masked else ratio[0] > 30:
         notes.append(
-            f"{source.name}: column {name!r} is taken as milliseconds (median {middle:,.0f}); "
+            f"{table.name}: column {name!r} is taken as milliseconds (median {middle:,.0f}); "
             "if it is in seconds, say --duration-unit s"
         )
         return 1e-3, f"v_duration < {middle / MANY_TIMES!r}"
@@ -146,35 +148,32 @@ def _unit(
 
 
 def _shape(model: ModelShape, scale: float, text: str, options: ScanOptions) -> str:
-    """SQL of frames, tokens, text tokens and samples of a row; NULL where a problem was found.
-
-    `ModelShape.visual_tokens`, after the limits: first the rate, then the most frames; sides alike to the most pixels.
-    """
-    rate, target = "v_fps", options.sample_fps
-    if target is not None:
-        rate = f"coalesce(v_fps, {target!r})"
-    count = f"coalesce(v_frames, floor(v_duration * {scale!r} * {rate} + 1e-6), 1)"
-    if target is not None:
-        count = f"floor({count} * least(1, coalesce({target!r} / v_fps, 1)) + 1e-6)"
-    if options.max_frames is not None:
-        count = f"least({count}, {options.max_frames})"
-    shrink = "1" if options.max_pixels is None else f"least(1, sqrt({options.max_pixels} / (v_width * v_height)))"
-    time, down, across = (vae * patch for vae, patch in zip(model.vae, model.patch, strict=True))
-    patches = [
-        f"(1 + (frames - 1) // {model.vae[0]}) // {time // model.vae[0]}",
-        f"CAST(floor(v_height * {shrink} + 1e-6) AS BIGINT) // {down}",
-        f"CAST(floor(v_width * {shrink} + 1e-6) AS BIGINT) // {across}",
-    ]
-    visual = " * ".join(f"greatest(1, {n})" for n in patches)
+    """SQL of frames, tokens, text tokens and samples of a row; NULL where a problem was found."""
+    media = model.media(max_pixels=options.max_pixels, max_frames=options.max_frames)
+    grid = token_grid(Sql("v_width"), Sql("v_height"), Sql("frames"), media)
+    visual = " * ".join(str(side) for side in grid)
     return ", ".join(
         f"CASE WHEN found = 0 THEN CAST({value} AS BIGINT) END AS {name}"
         for name, value in (
-            ("frames", f"greatest(1, {count})"),
+            ("frames", _frames(scale, options)),
             ("text_tokens", text if model.text == "joint" else "0"),
             ("tokens", f"{visual} + text_tokens"),
             ("samples", "coalesce(v_count, 1)"),
         )
     )
+
+
+def _frames(scale: float, options: ScanOptions) -> str:
+    """SQL of a row's frames at the asked rate, or at its own, within the limit."""
+    duration = Sql("v_duration") * scale
+    if options.sample_fps is None:
+        at_rate = frames_at_rate(duration, Sql("v_fps"))
+        count = f"CASE WHEN v_frames IS NULL AND v_duration IS NOT NULL THEN {at_rate} ELSE coalesce(v_frames, 1) END"
+    else:
+        length = Sql(f"coalesce({duration}, v_frames / v_fps)")
+        is_clip = f"coalesce(v_frames, 2) > 1 AND {length} IS NOT NULL"
+        count = f"CASE WHEN {is_clip} THEN {frames_at_rate(length, options.sample_fps)} ELSE coalesce(v_frames, 1) END"
+    return count if options.max_frames is None else str(np.minimum(Sql(count), options.max_frames))
 
 
 def _text(columns: Columns, model: ModelShape, options: ScanOptions, notes: list[str], name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from knapformer.errors import DataError
 from knapformer.tools.advise.columns import PROBLEMS, allowed, listed
-from knapformer.tools.advise.engine import Run, open_engine, open_source, reading
+from knapformer.tools.advise.engine import Run, open_engine, open_table, reading
 from knapformer.tools.advise.histogram import LENGTH_BITS, TEXT_BITS, Histogram, rounded
 from knapformer.tools.advise.query import Query, ScanOptions
 from knapformer.tools.simulate.presets import ModelShape
@@ -75,14 +75,14 @@ def scan_manifest(files: Sequence[Path], model: ModelShape, options: ScanOptions
     """
     names = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     with open_engine() as run:
-        sources = [open_source(run, file) for file in files]
+        tables = [open_table(run, file) for file in files]
         for role, name in options.columns.items():
-            if not any(name in source.columns for source in sources):
-                raise DataError(f"{names}: no column {name!r}, given for {role}; there is {listed(sources[0].columns)}")
-        queries = [Query.of(run, source, model, options) for source in sources]
+            if not any(name in table.columns for table in tables):
+                raise DataError(f"{names}: no column {name!r}, given for {role}; there is {listed(tables[0].columns)}")
+        queries = [Query.of(run, table, model, options) for table in tables]
         run(_PARTS)
         for index, query in enumerate(queries):
-            with reading(query.source.name):
+            with reading(query.table.name):
                 run(f"INSERT INTO parts SELECT {index}, * FROM ({_GROUPED} FROM ({query.sql()}) GROUP BY ALL)")
         total, bad = run("SELECT sum(n)::BIGINT, coalesce(sum(n) FILTER (problem > 0), 0)::BIGINT FROM parts")
         if total[0] is np.ma.masked:
@@ -136,7 +136,7 @@ def _problems(run: Run, query: Query, index: int) -> list[Problem]:
         here = np.flatnonzero(code == bad)
         rows = tuple((int(number[i]), _shown(value[i])) for i in here)
         cause = "not a JSON object" if role == "line" else f"{PROBLEMS[kind]}; allowed is {allowed(role)}"
-        found.append(Problem(query.source.name, query.columns.names.get(role, role), cause, int(count), rows))
+        found.append(Problem(query.table.name, query.columns.names.get(role, role), cause, int(count), rows))
     return found
 
 
@@ -155,4 +155,4 @@ def _longest(run: Run, queries: Sequence[Query], tokens: int) -> dict[str, Any]:
         f"WHERE tokens = {tokens} LIMIT 1"
     )
     row, width, height, frames = (int(column[0]) for column in found)
-    return {"file": query.source.name, "row": row, "width": width, "height": height, "frames": frames}
+    return {"file": query.table.name, "row": row, "width": width, "height": height, "frames": frames}

@@ -10,6 +10,7 @@ parameters and costs per sequence, not per token; it is left out of the work.
 """
 
 import difflib
+import math
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from knapformer.data.grid import MediaOptions, token_grid
 from knapformer.errors import SpecError
 from knapformer.plan import CostModel
 from knapformer.tools.simulate.presets.clusters import DevicePreset, device_preset
@@ -97,15 +99,20 @@ class ModelShape:
         coeffs = np.repeat([self.double_params, self.single_params], [self.double, self.single])
         return coeffs * float(self.d_model) ** 2
 
+    def media(self, *, max_pixels: int | None = None, max_frames: int | None = None) -> MediaOptions:
+        """How pictures and clips become its tokens. Patches are square."""
+        return MediaOptions(
+            patch=self.patch[1],
+            temporal_patch=self.patch[0],
+            vae_spatial=self.vae[1],
+            vae_temporal=self.vae[0],
+            max_pixels=max_pixels,
+            max_frames=max_frames,
+        )
+
     def visual_tokens(self, width: int, height: int, frames: int = 1) -> int:
-        """Visual tokens of an image or clip [tokens]; the encoder's first latent frame stands for one frame."""
-        latent_frames = 1 + (max(1, frames) - 1) // self.vae[0]
-        patches = [
-            latent_frames // self.patch[0],
-            height // (self.vae[1] * self.patch[1]),
-            width // (self.vae[2] * self.patch[2]),
-        ]
-        return int(np.prod([max(1, n) for n in patches]))
+        """Visual tokens of an image or clip, as the loader makes them [tokens]."""
+        return math.prod(map(int, token_grid(width, height, frames, self.media())))
 
     def sequence_length(self, width: int, height: int, frames: int = 1, text_length: int | None = None) -> int:
         """Tokens of the balanced sequence: visual, and text where it is joint. Default text: the model's."""
