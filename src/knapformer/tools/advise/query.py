@@ -173,7 +173,7 @@ def _frames(scale: float, options: ScanOptions) -> str:
         length = Sql(f"coalesce({duration}, v_frames / v_fps)")
         is_clip = f"coalesce(v_frames, 2) > 1 AND {length} IS NOT NULL"
         count = f"CASE WHEN {is_clip} THEN {frames_at_rate(length, options.sample_fps)} ELSE coalesce(v_frames, 1) END"
-    return count if options.max_frames is None else str(np.minimum(Sql(count), options.max_frames))
+    return count if options.max_frames is None else f"least({count}, {options.max_frames})"
 
 
 def _text(columns: Columns, model: ModelShape, options: ScanOptions, notes: list[str], name: str) -> str:
