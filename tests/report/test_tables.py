@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import RunRecord
 from knapformer.report.statistics import Estimate, t_quantile
 from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table, text
-from tests.tools.show.test_plans import open_in_browser
+from tests.browser import needs_browser, open_in_browser, width_in_browser
 
 ENVIRONMENT = {"time": "now", "python": "3", "versions": {"numpy": "2", "torch": None}, "device": "paper <x>"}
 SECONDS = {("local", 0): [4.0, 9.0], ("local", 1): [6.0, 8.0], ("balanced", 0): [2.0, 3.0], ("balanced", 1): [2.0, 4.0]}
@@ -124,7 +123,7 @@ def test_html_markdown_and_json_have_the_same_numbers(compared: bool) -> None:
         data = report_data(found, "t")
     data = json.loads(json.dumps(data))
     page, markdown = report_page(data, runs), report_markdown(data)
-    body = re.findall(r"<tr>(<td>.*?)</tr>", page)
+    body = re.findall(r"<tr[^>]*>(<td>.*?)</tr>", page)
     in_page = [re.findall(r"<td>(.*?)</td>", row) for row in body]
     in_markdown = [[cell.strip() for cell in line[1:-1].split("|")] for line in markdown.splitlines() if "|" in line]
     expected = numbers(data, columns)
@@ -160,16 +159,17 @@ def test_the_page_needs_nothing_else() -> None:
     assert page.count("<svg") == 4 and "<script" not in page
     assert not re.search(r"""(src|href)=["'](?!#)""", page) and "url(http" not in page and "@import" not in page
     assert "a &lt;title&gt;" in page and "w<1>" not in page
-    assert "prefers-color-scheme: dark" in page and "#000000" not in page
+    assert "color-scheme: light dark" in page and "#000000" not in page
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to open the page with")
+@needs_browser
 def test_the_page_opens_in_a_browser(tmp_path: Path) -> None:
     found = records()
     data = report_data(found, "t")
     (tmp_path / "report.html").write_text(report_page(data, grouped(found)))
     dom = open_in_browser(tmp_path / "report.html", tmp_path)
-    assert dom.count("<figure>") == 4 and dom.count("</svg>") == 4
+    assert dom.count("<figure ") == 4 and dom.count("</svg>") == 4
     cells = re.findall(r"<td>(.*?)</td>", dom)
     for row in numbers(data, COLUMNS):
         assert set(row) <= set(cells)
+    assert width_in_browser(tmp_path / "report.html", tmp_path, 500) == 500

@@ -8,7 +8,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from knapformer.errors import SpecError
-from knapformer.report.pages import report_markdown, report_page, write_text
+from knapformer.files import write_text
+from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import read_runs
 from knapformer.report.tables import compare_data, grouped, report_data
 from knapformer.report.terminal import report_lines

@@ -1,5 +1,6 @@
 """A report as it stands in a terminal: `rich` tables of what fits 80 columns. Files and --json have all columns."""
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,15 +15,25 @@ _SHOWN = (
 )
 
 
-def plain_table(title: str, heads: list[str], rows: list[list[str]]) -> Table:
-    """A table without a frame: its first column to the left, where it names rows, all others to the right."""
-    drawn = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-    )
+def plain_table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, ours: Container[str] = (), caption: str = ""
+) -> Table:
+    """A table of plain text without a frame: the first column, if it names rows, to the left, others to the right.
+
+    Args:
+        title: above it.
+        heads: of the columns; all empty for a table without a head.
+        rows: their cells.
+        ours: first cells of the rows that stand out.
+        caption: below it.
+    """
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, show_header=any(heads))
+    drawn.title, drawn.title_justify = escape(title), "left"
+    drawn.caption, drawn.caption_justify = escape(caption) or None, "left"
     for index, head in enumerate(heads):
-        drawn.add_column(head, justify="left" if index == 0 and len(rows) > 1 else "right", no_wrap=True)
+        drawn.add_column(escape(head), justify="left" if index == 0 and len(rows) > 1 else "right", no_wrap=True)
     for cells in rows:
-        drawn.add_row(*(escape(cell) for cell in cells))
+        drawn.add_row(*map(escape, cells), style="bold" if cells[0] in ours else "")
     return drawn
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +14,7 @@ from knapformer.tools.show.page import page_data, write_plan_page
 from knapformer.tools.show.picture import draw_plan, rectangles
 from knapformer.tools.show.style import THEMES, block_colours, sequence_colours
 from knapformer.tools.show.view import PlanView
+from tests.browser import needs_browser, open_in_browser, width_in_browser
 
 COST = CostModel.from_shapes(64, 7, token_flops=1e9)
 LENGTHS = [[400], [30, 20], [], [64], [5, 5, 5], [1]]
@@ -128,7 +127,7 @@ def test_unknown_endings_and_places_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"ends in \.gif or \.mp4"):
         animate_plan(view, tmp_path / "plan.webm")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot write the page"):
+    with pytest.raises(DataError, match="cannot write"):
         write_plan_page(view, tmp_path / "file" / "plan.html")
 
 
@@ -146,7 +145,7 @@ def test_a_title_cannot_end_the_script(tmp_path):
     assert "</script><b>" not in write_plan_page(view, tmp_path / "plan.html").read_text()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to open the page with")
+@needs_browser
 def test_the_page_draws_every_block_in_a_browser(tmp_path):
     _, view = view_of()
     page = write_plan_page(view, tmp_path / "plan.html")
@@ -156,14 +155,7 @@ def test_the_page_draws_every_block_in_a_browser(tmp_path):
     assert "a &lt;title&gt;" in dom
 
 
-def open_in_browser(page, folder):
-    """The document after its script has run, without a network."""
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    offline = ["--disable-component-update", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=4000"]
-    return subprocess.run(
-        ["chromium", *flags.split(), *offline, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+@needs_browser
+def test_the_page_is_as_wide_as_its_window(tmp_path):
+    _, view = view_of(lengths=[[40]] * 64)  # whose bars need more than 500 px
+    assert width_in_browser(write_plan_page(view, tmp_path / "plan.html"), tmp_path, 500) == 500

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
 
 from knapformer.errors import KnapFormerWarning, SpecError
+from knapformer.report.terminal import plain_table
 from knapformer.tools.advise.advice import AdviseOptions, advise
 from knapformer.tools.advise.columns import parse_overrides
 from knapformer.tools.advise.page import (
@@ -118,26 +117,15 @@ def _print(advice: dict[str, Any]) -> None:
     text = escape("\n".join(verdict["reasons"]))
     console.print(Panel(text, title=f"[bold]{headline(advice)}[/]", border_style=_COLOURS[verdict["worth"]]))
     heads, lengths = quantile_rows(advice)
-    console.print(_table("Length of samples [tokens]", heads, [lengths]))
+    console.print(plain_table("Length of samples [tokens]", heads, [lengths]))
     console.print(escape(longest_sentence(advice)) + "\n")
-    console.print(_table("Time of all ranks, and throughput", *policy_rows(advice)))
+    console.print(plain_table("Time of all ranks, and throughput", *policy_rows(advice), ours=OURS))
     for policy in advice["policies"]:
         console.print(f"  [bold]{policy['name']}[/]: {escape(policy['text'])}")
     console.print()
-    console.print(_table("Heaviest legal step", *memory_rows(advice)))
+    console.print(plain_table("Heaviest legal step", *memory_rows(advice), ours=OURS))
     console.print(escape(memory_sentence(advice)) + "\n")
     console.print("[bold]Three statements to add:[/]")
     print("\n".join(f"    {line}" for line in advice["lines"]))
     for note in source["notes"]:
         console.print(f"[dim]note: {escape(note)}[/]")
-
-
-def _table(title: str, heads: list[str], rows: list[list[str]]) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
-    )
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="left" if index == 0 and len(rows) > 1 else "right", no_wrap=True)
-    for cells in rows:
-        table.add_row(*(escape(cell) for cell in cells), style="bold" if cells[0] in OURS else "")
-    return table

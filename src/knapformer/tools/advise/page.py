@@ -5,32 +5,24 @@ It shows the object that `knapformer advise --json` prints and computes nothing 
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from knapformer.errors import DataError
-from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, inline_svg, new_figure
+from knapformer.files import write_text
+from knapformer.report.drawing import AFTER, AFTER_LIGHT, BEFORE, BEFORE_LIGHT, new_figure
+from knapformer.report.html import bullets, escape, figure, page, table
 
 OURS = ("balanced", "balanced-more")
 """Names of policies that are balanced; others are what one may do today."""
 
 _GREY = "#BBBBBB"
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid #ddd; }
-.basis { color: #666; margin-top: .2rem; }
-.verdict { border-left: .5rem solid #0072B2; background: #F2F8FC; padding: .6rem 1rem; }
-.verdict.no { border-color: #777; background: #F5F5F5; }
-.verdict.depends { border-color: #E69F00; background: #FFF9EC; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #e5e5e5; vertical-align: top; }
-th:first-child, td:first-child { text-align: left; } tr.ours td { font-weight: 600; background: #F2F8FC; }
-td small { color: #666; font-weight: 400; } .bad { color: #B03A00; }
-pre { background: #F7F7F7; padding: .8rem; overflow-x: auto; } svg { width: 100%; height: auto; }
+.verdict { border-left: .5rem solid var(--good); background: var(--ours); padding: .6rem 1rem; margin: 1.2rem 0; }
+.verdict.no { border-color: var(--dim); background: var(--faint); }
+.verdict.depends { border-color: var(--unsure); background: var(--faint); }
 """
 _WORTH = {
     "yes": "Balancing is worth it",
@@ -142,76 +134,59 @@ def longest_sentence(advice: Mapping[str, Any]) -> str:
 
 def write_advice(advice: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write the page. Raises `BackendUnavailableError` without matplotlib, `DataError` if it cannot be written."""
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(advice_page(advice), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise DataError(f"cannot write {str(target)!r}: {error}") from error
-    return target
+    return write_text(path, advice_page(advice))
 
 
 def advice_page(advice: Mapping[str, Any]) -> str:
     """The page as text."""
-    verdict, source = advice["verdict"], advice["source"]
+    return page(f"knapformer advise: {advice['source']['name']}", _body(advice), style=_STYLE)
+
+
+def _body(advice: Mapping[str, Any]) -> Iterator[str]:
+    verdict = advice["verdict"]
+    yield f"<h1>{escape(headline(advice))}</h1>"
+    yield f'<p class="dim">{escape(summary(advice))}. Times, memory and chances are {escape(advice["basis"])}.</p>'
     reasons = "".join(f"<p>{escape(reason)}</p>" for reason in verdict["reasons"])
+    yield f'<div class="verdict {verdict["worth"]}">{reasons}</div>'
+    yield "<h2>The data</h2>"
     heads, lengths = quantile_rows(advice)
-    texts = "".join(f"<li><b>{escape(p['name'])}</b>: {escape(p['text'])}" + _extra(p) for p in advice["policies"])
-    body = f"""
-<h1>{escape(headline(advice))}</h1>
-<p class="basis">{escape(summary(advice))}. Times, memory and chances are {escape(advice["basis"])}.</p>
-<div class="verdict {verdict["worth"]}">{reasons}</div>
-<h2>The data</h2>
-{_table(heads, [lengths])}<p>{escape(longest_sentence(advice))}</p>
-{inline_svg(_draw_lengths(advice))}
-<h2>What it costs today, and balanced</h2>
-{_table(*policy_rows(advice))}<ul>{texts}</ul>
-{inline_svg(_draw_policies(advice))}
-<h2>Memory, and the heaviest legal step</h2>
-<p>{escape(memory_sentence(advice))}</p>{_table(*memory_rows(advice))}
-<p>Balanced, a step is too large only for all ranks together; it is then refused on every rank before it starts.</p>
-<h2>Three statements to add</h2>
-<pre>{escape(chr(10).join(advice["lines"]))}</pre>
-<h2>Rows and assumptions</h2>
-{_rows(source)}"""
-    title = f"knapformer advise: {escape(source['name'])}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
-    )
+    yield table(heads, [lengths])
+    yield f"<p>{escape(longest_sentence(advice))}</p>"
+    yield figure(_draw_lengths(advice))
+    yield "<h2>What it costs today, and balanced</h2>"
+    yield table(*policy_rows(advice), ours=OURS)
+    yield bullets(map(_policy_line, advice["policies"]))
+    yield figure(_draw_policies(advice))
+    yield "<h2>Memory, and the heaviest legal step</h2>"
+    yield f"<p>{escape(memory_sentence(advice))}</p>"
+    yield table(*memory_rows(advice), ours=OURS)
+    yield "<p>Balanced, a step can only be too large for all ranks together; all refuse it before it starts.</p>"
+    yield f"<h2>Three statements to add</h2><pre>{escape(chr(10).join(advice['lines']))}</pre>"
+    yield "<h2>Rows and assumptions</h2>"
+    yield from _rows(advice["source"])
 
 
-def _extra(policy: Mapping[str, Any]) -> str:
+def _policy_line(policy: Mapping[str, Any]) -> str:
     told = f"{policy['steps']} steps"
     told += f", {policy['refused_steps']} refused" if policy["refused_steps"] else ""
     told += f", {policy['dropped']:.2%} of the samples left over at the end of an epoch" if policy["dropped"] else ""
-    return f" ({told})</li>"
+    return f"<b>{escape(policy['name'])}</b>: {escape(policy['text'])} ({told})"
 
 
-def _rows(source: Mapping[str, Any]) -> str:
-    notes = "".join(f"<li>{escape(note)}</li>" for note in source["notes"])
-    if source["kind"] != "manifest":
-        return f"<ul>{notes}</ul>"
-    bad = "".join(f'<li class="bad">{escape(problem["message"])}</li>' for problem in source["problems"])
-    read = f"{source['rows']:,} rows read, {source['bad_rows']:,} of them cannot be used and are left out."
-    return f"<p>{read}</p><ul>{bad}{notes}</ul>"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    lines = "".join(
-        f"<tr{' class=ours' if cells[0] in OURS else ''}>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
-        for cells in rows
-    )
-    return f"<table><tr>{head}</tr>{lines}</table>"
+def _rows(source: Mapping[str, Any]) -> Iterator[str]:
+    problems: list[str] = []
+    if source["kind"] == "manifest":
+        yield f"<p>{source['rows']:,} rows read, {source['bad_rows']:,} of them cannot be used and are left out.</p>"
+        problems = [f'<span class="bad">{escape(problem["message"])}</span>' for problem in source["problems"]]
+    yield bullets([*problems, *map(escape, source["notes"])])
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
 def _draw_lengths(advice: Mapping[str, Any]) -> Any:
-    figure = new_figure(11, 3.4)
-    axes = figure.subplots()
+    drawn = new_figure(11, 3.4)
+    axes = drawn.subplots()
     bins = advice["distribution"]["bins"]
     for what, colour, shift in (("samples", _GREY, 0), ("tokens", AFTER_LIGHT, 1), ("work", BEFORE, 2)):
         left, right = (
@@ -222,12 +197,12 @@ def _draw_lengths(advice: Mapping[str, Any]) -> Any:
         )
     axes.set(xscale="log", xlabel="length [tokens]", ylabel="share [%]", title="Samples, tokens and work by length")
     axes.legend(frameon=False)
-    return figure
+    return drawn
 
 
 def _draw_policies(advice: Mapping[str, Any]) -> Any:
-    figure = new_figure(11, 3.8)
-    shares, tokens = figure.subplots(1, 2)
+    drawn = new_figure(11, 3.8)
+    shares, tokens = drawn.subplots(1, 2)
     policies = advice["policies"][::-1]
     names, left = [p["name"] for p in policies], [0.0] * len(policies)
     for part, colour in (("computing", AFTER), ("traffic", _GREY), ("waiting", BEFORE_LIGHT)):
@@ -247,4 +222,4 @@ def _draw_policies(advice: Mapping[str, Any]) -> Any:
     tokens.set(title="Fullest rank of each step", xscale="log", xlabel="tokens")
     tokens.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
     tokens.set_yticks(range(len(names)), names)
-    return figure
+    return drawn

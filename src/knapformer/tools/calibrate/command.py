@@ -109,7 +109,7 @@ def command(
     profile.save(out)
     record = _write_record(profile, out.with_suffix(".jsonl"), {"block": block, **sizes, "seconds": seconds})
     picture = draw_fits(profile, out.with_suffix(".png"))
-    page = write_fits_page(profile, picture, out.with_suffix(".html"))
+    page = write_fits_page(profile, out.with_suffix(".html"))
     result = {
         **_figures(profile),
         "profile": str(out),

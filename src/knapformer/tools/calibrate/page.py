@@ -1,101 +1,111 @@
 """A picture of a profile: each law against what was measured, fitted packs and held-out ones; also as a page (HTML)."""
 
-import base64
-import html
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from knapformer.data.profile import FITS, PHASES, Profile
-from knapformer.errors import DataError
+from knapformer.files import write_text
 from knapformer.report.drawing import AFTER, BEFORE, new_figure, save
+from knapformer.report.html import escape, figure, page, table
 
 _WORDS = {"two_term": "two-term law", "terms": "token, row, sequence and step", "table": "table of row times"}
 
 
 def draw_fits(profile: Profile, path: str | os.PathLike[str]) -> Path:
-    """Modelled over measured time of every pack, for each law, and attention's time per row; into a picture.
+    """The picture: modelled over measured time of every pack for each law, and attention's time per row.
 
     Raises:
         BackendUnavailableError: without matplotlib.
         DataError: if the file cannot be written.
     """
-    figure = new_figure(16, 4)
-    *axes, rows = figure.subplots(1, len(FITS) + 1)
-    measured = np.array([sum(s.layer[p].seconds for p in PHASES) for s in profile.samples])
-    held_out = np.array([s.held_out for s in profile.samples])
-    for axis, name in zip(axes, FITS, strict=True):
-        modelled = np.array([profile.seconds(s.lengths, fit=name) for s in profile.samples])
-        for chosen, colour, marker, label in (~held_out, AFTER, "o", "fitted"), (held_out, BEFORE, "x", "held out"):
-            axis.plot(
-                measured[chosen] * 1e3, 100 * (modelled / measured - 1)[chosen], marker, color=colour, label=label
-            )
-        axis.axhline(0, color="black", linewidth=1)
-        fit = profile.fits[name]
-        axis.set(
-            title=f"{_WORDS[name]}\nheld out: {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst",
-            xlabel="measured [ms per layer, all phases]",
-            xscale="log",
-        )
-        axis.legend(frameon=False)
-    low, high = (f(a.get_ylim()[i] for a in axes) for i, f in ((0, min), (1, max)))
-    for axis in axes:
-        axis.set_ylim(low, high)
-    axes[0].set_ylabel("modelled over measured [%]")
-    _draw_rows(profile, rows)
-    shape = profile.shape
-    figure.suptitle(
-        f"{profile.name}: {shape.block}, width {shape.d_model}, {shape.num_heads} heads, {shape.dtype}, "
-        f"{profile.kernel} on {profile.device['name']}"
-    )
-    return save(figure, path)
+    return save(fits_figure(profile, columns=len(FITS) + 1), path)
 
 
-def write_fits_page(profile: Profile, picture: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
-    """One HTML file with the picture inside and the figures of every law below it; it needs nothing else.
+def write_fits_page(profile: Profile, path: str | os.PathLike[str]) -> Path:
+    """One HTML file with the picture and, below it, the figures of every law.
 
     Raises:
-        DataError: if a file cannot be read or written.
+        BackendUnavailableError: without matplotlib.
+        DataError: if the file cannot be written.
     """
-    target = Path(path)
-    columns = ("law", "gamma", "held out, mean", "held out, worst", *(f"{phase}, mean" for phase in PHASES))
-    lines = [f"<tr>{''.join(f'<th>{c}</th>' for c in columns)}</tr>"]
+    return write_text(path, page(f"Profile {profile.name}", _body(profile)))
+
+
+def _body(profile: Profile) -> Iterator[str]:
+    yield f"<h1>Profile {escape(profile.name)}</h1>"
+    yield figure(fits_figure(profile, columns=2))
+    yield table(*fit_rows(profile), ours=(_WORDS[profile.recommended],))
+    yield (
+        f"<p>The law in bold is recommended. A mixed pack differs from the sum of its sequences by "
+        f"{profile.additivity:.1%} on average.</p>"
+    )
+
+
+def fit_rows(profile: Profile) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells of the table of laws: gamma, and errors on packs that no law was fitted to."""
+    rows = []
     for name in FITS:
         fit = profile.fits[name]
         errors = (fit.mean_error, fit.worst_error, *(fit.phase_error[phase] for phase in PHASES))
-        cells = (_WORDS[name], f"{fit.gamma:.3f}", *(f"{error:.2%}" for error in errors))
-        mark = " style='font-weight:bold'" if name == profile.recommended else ""
-        lines.append(f"<tr{mark}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    try:
-        image = base64.b64encode(Path(picture).read_bytes()).decode()
-        target.write_text(
-            f"<!doctype html><meta charset='utf-8'><title>{html.escape(profile.name)}</title>"
-            "<style>body{font:14px sans-serif}td,th{padding:.2em .8em;text-align:right}img{max-width:100%}</style>"
-            f"<h1>Profile {html.escape(profile.name)}</h1><img src='data:image/png;base64,{image}' alt='fits'>"
-            f"<table>{''.join(lines)}</table><p>The law in bold is recommended. A mixed pack differs from the sum of "
-            f"its sequences by {profile.additivity:.1%} on average.</p>\n",
-            encoding="utf-8",
-        )
-    except OSError as error:
-        raise DataError(f"cannot write {str(target)!r}: {error}") from error
-    return target
+        rows.append([_WORDS[name], f"{fit.gamma:.3f}", *(f"{error:.2%}" for error in errors)])
+    return ["law", "gamma", "held out, mean", "held out, worst", *(f"{phase}, mean" for phase in PHASES)], rows
 
 
-def _draw_rows(profile: Profile, axis: Any) -> None:
+def fits_figure(profile: Profile, columns: int) -> Any:
+    """A panel for each law, all on one scale, and one for attention's rows, in so many columns."""
+    rows = -(-(len(FITS) + 1) // columns)
+    drawn = new_figure(4.2 * columns, 4 * rows)
+    *panels, last = drawn.subplots(rows, columns, squeeze=False).flat
+    for axes, name in zip(panels, FITS, strict=True):
+        _draw_fit(profile, name, axes)
+    low, high = min(axes.get_ylim()[0] for axes in panels), max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(low, high)
+    _draw_rows(profile, last)
+    shape = profile.shape
+    drawn.suptitle(
+        f"{profile.name}: {shape.block}, width {shape.d_model}, {shape.num_heads} heads, {shape.dtype}\n"
+        f"{profile.kernel} on {profile.device['name']}"
+    )
+    return drawn
+
+
+def _draw_fit(profile: Profile, name: str, axes: Any) -> None:
+    """How far one law is off, for every pack."""
+    measured = np.array([sum(s.layer[p].seconds for p in PHASES) for s in profile.samples])
+    modelled = np.array([profile.seconds(s.lengths, fit=name) for s in profile.samples])
+    held_out = np.array([s.held_out for s in profile.samples])
+    off = 100 * (modelled / measured - 1)
+    axes.plot(measured[~held_out] * 1e3, off[~held_out], "o", color=AFTER, label="fitted")
+    axes.plot(measured[held_out] * 1e3, off[held_out], "x", color=BEFORE, label="held out")
+    axes.axhline(0, color="black", linewidth=1)
+    fit = profile.fits[name]
+    axes.set(
+        title=f"{_WORDS[name]}\nheld out: {fit.mean_error:.1%} mean, {fit.worst_error:.1%} worst",
+        xlabel="measured [ms per layer, all phases]",
+        ylabel="modelled over measured [%]",
+        xscale="log",
+    )
+    axes.legend(frameon=False)
+
+
+def _draw_rows(profile: Profile, axes: Any) -> None:
     """Time of one attention row against length: measured, and by the laws."""
     heads = profile.shape.num_heads
     equal = [s for s in profile.samples if len(set(s.lengths)) == 1]
     lengths = np.array([s.lengths[0] for s in equal])
     measured = [sum(s.attention[p].seconds for p in PHASES) / (heads * sum(s.lengths)) for s in equal]
-    axis.plot(lengths, np.array(measured) * 1e6, "o", color=AFTER, label="measured")
+    axes.plot(lengths, np.array(measured) * 1e6, "o", color=AFTER, label="measured")
     fine = np.geomspace(lengths.min(), lengths.max(), 100)
     for name, style in (("terms", "--"), ("table", "-")):
         row = sum(profile.terms(p, name).row_seconds(fine) for p in PHASES)
-        axis.plot(fine, row * 1e6, style, color=BEFORE, label=_WORDS[name])
-    axis.set(
+        axes.plot(fine, row * 1e6, style, color=BEFORE, label=_WORDS[name])
+    axes.set(
         title="attention, per (head, query) row", xlabel="length [tokens]", ylabel="[µs], all phases", xscale="log"
     )
-    axis.set_yscale("log")
-    axis.legend(frameon=False)
+    axes.set_yscale("log")
+    axes.legend(frameon=False)

@@ -13,7 +13,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from knapformer.report.pages import report_markdown, report_page, write_text
+from knapformer.files import write_text
+from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import read_runs
 from knapformer.report.tables import grouped, report_data
 from knapformer.report.terminal import report_lines

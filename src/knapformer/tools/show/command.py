@@ -1,14 +1,14 @@
 """`knapformer show`: a plan as a picture, an interactive page, an animation, or a timeline."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
 
 from knapformer.data import Trace, cluster_and_cost
 from knapformer.errors import DataError, PlanError, SpecError
+from knapformer.files import read_json, write_json
 from knapformer.plan import Cluster, CostModel, Limits, Placement, make_planner
 from knapformer.tools.show.animation import animate_plan
 from knapformer.tools.show.page import write_plan_page
@@ -36,7 +36,7 @@ def command(
     cluster: str | None = None,
     theme: Literal["light", "dark"] | None = None,
 ) -> None:
-    """Draw one step of a workload, at home and as planned.
+    """Draw one step of a workload, before balancing and as planned.
 
     The ending of each output says what it becomes: .png, .svg or .pdf a picture, .html an interactive page, .gif or
     .mp4 an animation of the routing, .perfetto.json a simulated timeline for ui.perfetto.dev, .json the placement.
@@ -93,7 +93,7 @@ def _write(
     if path.name.endswith(".perfetto.json"):
         write_chrome_trace(_scenario(view, placement, trace, cluster).time(placement, record=True), path)
     elif path.suffix == ".json":
-        _write_json(path, placement.to_json())
+        write_json(path, placement.to_json())
     elif path.suffix == ".html":
         write_plan_page(view, path, theme=theme)
     elif path.suffix in (".gif", ".mp4"):
@@ -115,10 +115,7 @@ def _read_placement(source: str) -> Placement | None:
     path = Path(source)
     if path.suffix != ".json" or not path.is_file():
         return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: not JSON: {error}") from error
+    data = read_json(path, object)
     if not isinstance(data, dict) or data.get("kind") != "placement":
         return None
     try:
@@ -130,11 +127,3 @@ def _read_placement(source: str) -> Placement | None:
 def _cost_of(placement: Placement, gamma: float) -> CostModel:
     """Prices for a placement without a workload: heads of width 128."""
     return CostModel.from_shapes(128 * placement.num_heads, placement.num_heads, gamma=gamma)
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot write {str(path)!r}: {error}") from error

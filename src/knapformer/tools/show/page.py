@@ -1,12 +1,14 @@
-"""A plan as an interactive page: one HTML file that needs no network, drawn by the script in `page.html`."""
+"""A plan as an interactive page: one HTML file that needs no network, drawn by `page.js`."""
 
 import json
 import os
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from knapformer.errors import DataError
+from knapformer.files import write_text
+from knapformer.report.html import escape, page, table
 from knapformer.tools.show.style import THEMES, sequence_colours
 from knapformer.tools.show.view import PlanView
 
@@ -21,6 +23,9 @@ _FIGURES = {
     "step_over_ideal": "step over ideal, nothing hidden",
     "step_over_ideal_overlap": "step over ideal, traffic hidden",
 }
+_HINT = """Bars are modelled loads per layer, forward: token-wise work below in a tint, attention above. Greys are whole
+sequences, hues are split ones. Point at a block to see its sequence on every rank; a click keeps it, Escape lets go.
+The dashed line is the lower bound."""
 
 
 def write_plan_page(view: PlanView, path: str | os.PathLike[str], *, theme: str | None = None) -> Path:
@@ -31,28 +36,32 @@ def write_plan_page(view: PlanView, path: str | os.PathLike[str], *, theme: str 
         path: an .html file; its folder is made.
         theme: "light" or "dark" to begin with; None follows the reader's browser.
     """
-    template = (files("knapformer.tools.show") / "page.html").read_text(encoding="utf-8")
-    if theme is not None:
-        template = template.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">', 1)
+    return write_text(path, page(view.title, _body(view), style=_resource("page.css"), theme=theme))
+
+
+def _body(view: PlanView) -> Iterator[str]:
+    before, after = view.before.to_json(), view.after.to_json()
+    figures = [[title, f"{before[name]:.4g}", f"{after[name]:.4g}"] for name, title in _FIGURES.items()]
     data = json.dumps(page_data(view), separators=(",", ":")).replace("</", "<\\/")  # cannot end the script element
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(template.replace("@DATA@", data, 1), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot write the page {str(target)!r}: {error}") from error
-    return target
+    yield '<button id="theme" type="button">light / dark</button>'
+    yield f"<h1>{escape(view.title)}</h1><p>{_HINT}</p>"
+    yield '<div id="panels"></div><div id="tip"></div>'
+    yield "<h2>Figures</h2>" + table(["", "before balancing", "planned"], figures)
+    yield f'<script id="data" type="application/json">{data}</script>'
+    yield f'<script type="module">\n{_resource("page.js")}</script>'
+
+
+def _resource(name: str) -> str:
+    return (files("knapformer.tools.show") / name).read_text(encoding="utf-8")
 
 
 def page_data(view: PlanView) -> dict[str, Any]:
     """What the page's script reads, as plain data."""
     b = view.blocks
     colours = (sequence_colours(view.split, THEMES["light"]) * 255).round().astype(int)
-    before, after = view.before.to_json(), view.after.to_json()
     return {
-        "title": view.title,
         "headings": [
-            f"At home: slowest rank {view.before.time_imbalance:.3f} x the mean",
+            f"Before balancing: slowest rank {view.before.time_imbalance:.3f} x the mean",
             f"Planner '{view.planner}': slowest rank {view.after.time_imbalance:.3f} x the mean",
         ],
         "nodes": [[ranks.start, ranks.stop] for ranks in view.nodes],
@@ -72,5 +81,4 @@ def page_data(view: PlanView) -> dict[str, Any]:
         "home_base": b.home_base.round(6).tolist(),
         "rank": b.rank.tolist(),
         "base": b.base.round(6).tolist(),
-        "figures": [[title, f"{before[name]:.4g}", f"{after[name]:.4g}"] for name, title in _FIGURES.items()],
     }

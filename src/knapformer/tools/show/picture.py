@@ -1,4 +1,4 @@
-"""A plan as an image: bars of all ranks at home above, as planned below, on one scale, with the bound as a line."""
+"""A plan as an image: the bars of all ranks, before balancing above and as planned below, with the bound as a line."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from knapformer.tools.show.style import THEMES, Theme, block_colours, sequence_c
 from knapformer.tools.show.view import PlanView
 
 _TALLEST = 4.0
-"""Bars at home may be many times as high as planned ones; beyond this ratio the two panels have scales of their own."""
+"""The panels share one scale, unless bars of one are more than so many times as high as those of the other."""
 _EDGES_UP_TO = 64  # ranks: above, lines between blocks would be wider than blocks
 
 
@@ -24,7 +24,7 @@ def draw_plan(view: PlanView, path: str | os.PathLike[str], *, theme: str = "lig
     figure.set_facecolor(colours.background)
     panels = figure.subplots(2, 1, sharex=True, height_ratios=[max(ratio, 1.0), max(1 / ratio, 1.0)])
     for axes, home, top, metrics, name in (
-        (panels[0], True, tops[0], view.before, "at home"),
+        (panels[0], True, tops[0], view.before, "before balancing"),
         (panels[1], False, tops[1], view.after, f"planner '{view.planner}'"),
     ):
         frame(axes, view, colours, top)

@@ -64,7 +64,7 @@ class PlanView:
         traffic: (S,) bytes of the sequence's q, k, v and o that cross ranks, per layer, forward.
         nodes: ranks of each node.
         bound: what no placement can beat [ms].
-        before, after: metrics at home and as planned.
+        before, after: metrics before balancing and as planned.
     """
 
     title: str

@@ -4,14 +4,13 @@ A process per rank, a track per lane: computing, and each stream of transfers. T
 the step. Large clusters are thinned to some ranks: the slowest, the fastest, and others evenly between.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from knapformer.errors import DataError
+from knapformer.files import write_json
 from knapformer.tools.simulate.clock import Timeline
 
 LANES = ("compute", "gather", "exchange", "reduce", "average")
@@ -56,10 +55,4 @@ def chrome_trace(timeline: Timeline, *, most_ranks: int = 32) -> dict[str, Any]:
 
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], *, most_ranks: int = 32) -> Path:
     """Write the trace; its folder is made. Raises `DataError` if it cannot be written."""
-    target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(chrome_trace(timeline, most_ranks=most_ranks)), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot write the trace {str(target)!r}: {error}") from error
-    return target
+    return write_json(path, chrome_trace(timeline, most_ranks=most_ranks))

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 
 from knapformer.data import Profile
 from knapformer.errors import SpecError
 from knapformer.plan import Limits, make_planner
+from knapformer.report.terminal import plain_table
 from knapformer.tools.simulate.chrome import write_chrome_trace
 from knapformer.tools.simulate.presets import cluster_preset, model_preset, named_workload
 from knapformer.tools.simulate.scenario import Scenario, Simulation, model_of
@@ -107,12 +107,7 @@ def command(
 
 def _print(head: dict[str, Any], result: Simulation) -> None:
     topology = f" {head['topology']}" if head["topology"] else ""
-    table = Table(
-        title=f"{result.workload} on {head['cluster']}, model {head['model']}, planner {result.planner}{topology}",
-        caption=f"mean of {result.steps} steps; {head['prices']}",
-    )
-    table.add_column("")
-    table.add_column("", justify="right")
+    title = f"{result.workload} on {head['cluster']}, model {head['model']}, planner {result.planner}{topology}"
     parts = result.speedup
     rows = {
         "step, seconds": f"{result.step_seconds:.3f}",
@@ -126,9 +121,8 @@ def _print(head: dict[str, Any], result: Simulation) -> None:
         "waiting for bytes, seconds": _kinds(result.exposed_seconds),
         "peak memory, estimated GB": f"{result.peak_memory_bytes / 1e9:.0f}" + ("" if result.fits else ", too much"),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+    caption = f"mean of {result.steps} steps; {head['prices']}"
+    Console(highlight=False).print(plain_table(title, ("", ""), list(rows.items()), caption=caption))
 
 
 def _kinds(seconds: dict[str, float]) -> str:

@@ -1,46 +1,10 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>knapformer plan</title>
-<style>
-:root { color-scheme: light dark; --paper: #fff; --ink: #222; --faint: #f3f3f3; --line: #ccc; }
-@media (prefers-color-scheme: dark) { :root { --paper: #15171a; --ink: #e4e4e4; --faint: #1f2226; --line: #444; } }
-:root[data-theme="light"] { color-scheme: light; --paper: #fff; --ink: #222; --faint: #f3f3f3; --line: #ccc; }
-:root[data-theme="dark"] { color-scheme: dark; --paper: #15171a; --ink: #e4e4e4; --faint: #1f2226; --line: #444; }
-body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 1.2rem 1.6rem; }
-h1 { font-size: 1.25rem; margin: 0; } h2 { font-size: 1rem; margin: 1.1rem 0 .2rem; }
-p { margin: .2rem 0; max-width: 60rem; } button { font: inherit; float: right; }
-.scroll { overflow-x: auto; } svg { display: block; } svg text { fill: var(--ink); font-size: 11px; }
-.band { fill: var(--faint); } .axis { stroke: var(--line); } .bound { stroke: var(--ink); stroke-dasharray: 6 4; }
-.block { stroke: var(--paper); stroke-width: var(--edge); } .tokens { fill-opacity: .5; }
-svg.focus .block { opacity: .18; } svg.focus .block.on { opacity: 1; stroke: var(--ink); stroke-width: 1; }
-#tip { position: fixed; pointer-events: none; background: var(--paper); color: var(--ink); border: 1px solid var(--ink);
-       padding: .35rem .6rem; font-size: 13px; white-space: pre; display: none; z-index: 2; }
-table { border-collapse: collapse; margin-top: .4rem; } td, th { padding: .15rem .8rem .15rem 0; text-align: right; }
-td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid var(--line); }
-</style>
-</head>
-<body>
-<button id="theme" type="button">light / dark</button>
-<h1 id="title"></h1>
-<p>Bars are modelled loads per layer, forward: token-wise work below in a tint, attention above. Greys are whole sequences, hues are
-split ones. Point at a block to see its sequence on every rank; a click keeps it, Escape lets go. The dashed line is the lower bound.</p>
-<div id="panels"></div>
-<h2>Figures</h2>
-<table id="figures"></table>
-<div id="tip"></div>
-<script id="data" type="application/json">@DATA@</script>
-<script type="module">
 const plan = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg", LEFT = 52, TALL = 320, SHORT = 120;
 const ranks = plan.nodes[plan.nodes.length - 1][1];
-const pitch = Math.max(3, Math.min(36, (Math.max(640, innerWidth - 90) - LEFT) / ranks)), width = LEFT + pitch * ranks + 10;
 const tip = document.getElementById("tip"), panels = document.getElementById("panels");
+const room = Math.max(640, panels.clientWidth) - LEFT - 10;  // narrower windows scroll
+const pitch = Math.max(3, Math.min(36, room / ranks)), width = LEFT + pitch * ranks + 10;
 document.documentElement.style.setProperty("--edge", pitch > 10 ? 0.5 : 0);
-document.getElementById("title").textContent = plan.title;
-document.title = plan.title;
 
 function element(parent, name, attributes) {
   const made = document.createElementNS(SVG, name);
@@ -50,7 +14,7 @@ function element(parent, name, attributes) {
 
 function panel(heading, rank, base, top, height) {
   const title = document.createElement("h2"), scroll = document.createElement("div");
-  title.textContent = heading; scroll.className = "scroll";
+  title.textContent = heading; scroll.className = "wide";
   panels.append(title, scroll);
   const svg = element(scroll, "svg", { width: width, height: height + 34, role: "img", "aria-label": heading });
   const y = value => height - value / top * (height - 10);
@@ -120,12 +84,4 @@ document.getElementById("theme").addEventListener("click", () => {
   root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
 });
 
-const table = document.getElementById("figures");
-for (const cells of [["", "at home", "planned"], ...plan.figures]) {
-  const row = table.insertRow();
-  for (const cell of cells) row.insertCell().textContent = cell;
-}
 document.documentElement.dataset.ready = "yes";
-</script>
-</body>
-</html>
