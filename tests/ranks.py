@@ -13,7 +13,9 @@
 Functions travel by module and name, so they live at the top level of an importable module; arguments and results
 travel as pickles, so tensors are copied. Workers obey the caller's warning filters: what is an error in the test is one
 on the ranks. A call that fails costs its pool, because ranks that stopped at different collectives cannot be trusted
-with the next test. Environment variables are those of the first call: later changes do not reach the ranks.
+with the next test. Process groups that a call made stay until the pool ends; only where ranks are members of unequally
+many, which code can tell (torch names groups by that number), the next call finds a new world.
+Environment variables are those of the first call: later changes do not reach the ranks.
 Not here: several hosts, devices other than the CPU. This module does not import torch in the test process.
 """
 
@@ -34,7 +36,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -91,6 +93,7 @@ class _Reply:
     message: str = ""
     trace: str = ""
     time: float = 0.0  # [s] on the system-wide monotonic clock, to tell who failed first
+    num_groups: int = 1  # process groups that this rank is a member of
 
     def error(self) -> BaseException:
         exc: BaseException | None = None
@@ -159,6 +162,8 @@ class _Pool:
         self.directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
+        self.num_worlds = 0  # groups of all ranks so far, one after another
+        self.is_uneven = False  # whether ranks are members of unequally many groups
         try:
             self._start()
         except BaseException:
@@ -167,7 +172,7 @@ class _Pool:
 
     def _start(self) -> None:
         context = _context()
-        store = os.path.join(self.directory.name, "store")
+        store = self._new_store()
         with mock.patch.dict(os.environ, _WORKER_ENV):  # matters for the first process only: it starts the server
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
@@ -180,17 +185,29 @@ class _Pool:
                 theirs.close()
                 self.connections.append(ours)
                 self.processes.append(process)
-        replies = self._collect(START_TIMEOUT_S, wait_for_all=True)
+        self._check_started(self._collect(START_TIMEOUT_S, wait_for_all=True))
+
+    def _check_started(self, replies: Sequence[_Reply | None]) -> None:
         for rank, reply in enumerate(replies):
             if reply is None or not reply.ok:
                 trace = "no answer" if reply is None else reply.trace
                 raise RankError(f"rank {rank} of {self.world_size} did not start: {trace}\n{self.log_tail(rank)}")
 
     def run(self, job: _Job, timeout: float, *, wait_for_all: bool) -> list[_Reply | None]:
+        if self.is_uneven:
+            self.is_uneven = False
+            renewed = self.run(_make_job(_join_new_world, (self._new_store(),)), START_TIMEOUT_S, wait_for_all=True)
+            self._check_started(renewed)
         data = pickle.dumps(job)
         for connection in self.connections:
             connection.send_bytes(data)
-        return self._collect(timeout, wait_for_all=wait_for_all)
+        replies = self._collect(timeout, wait_for_all=wait_for_all)
+        self.is_uneven = len({reply.num_groups for reply in replies if reply is not None}) > 1
+        return replies
+
+    def _new_store(self) -> str:
+        self.num_worlds += 1
+        return os.path.join(self.directory.name, f"store-{self.num_worlds}")
 
     def _collect(self, timeout: float, *, wait_for_all: bool) -> list[_Reply | None]:
         """One reply per rank; None where none came in time, or within the grace time after the first error."""
@@ -335,13 +352,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store_path: str, 
     try:
         torch.set_num_threads(1)
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store_path, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-        )
+        _join_world(rank, world_size, store_path)
     except BaseException as exc:
         connection.send_bytes(pickle.dumps(_failure(exc)))
         raise
@@ -352,10 +363,29 @@ def _serve(connection: Connection, rank: int, world_size: int, store_path: str, 
             job = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
-        reply = _answer(job, rank, world_size)
+        reply = replace(_answer(job, rank, world_size), num_groups=len(dist.distributed_c10d._world.pg_names))
         gc.collect()
         connection.send_bytes(pickle.dumps(reply))
     dist.destroy_process_group()
+
+
+def _join_world(rank: int, world_size: int, store_path: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store_path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+
+
+def _join_new_world(rank: int, world_size: int, store_path: str) -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    _join_world(rank, world_size, store_path)
 
 
 def _answer(job: _Job, rank: int, world_size: int) -> _Reply:

@@ -99,6 +99,16 @@ def warn(rank, world_size):
     return "went on"
 
 
+def groups_of(rank, world_size, members):
+    """Process groups this rank was a member of before it made one of `members`."""
+    import torch.distributed as dist
+
+    before = len(dist.distributed_c10d._world.pg_names)
+    dist.new_group(members)
+    dist.barrier()
+    return before, os.getpid()
+
+
 def return_unpicklable(rank, world_size):
     return lambda: rank
 
@@ -124,6 +134,12 @@ def test_every_call_starts_from_the_same_state():
     first = run_ranks(2, random_number)
     assert first[0] == first[1]
     assert run_ranks(2, random_number) == first
+
+
+def test_ranks_that_made_unequally_many_groups_find_a_new_world():
+    first = run_ranks(3, groups_of, [1, 2])
+    assert run_ranks(3, groups_of, [0, 1, 2]) == [(1, process) for _, process in first]
+    assert [before for before, _ in run_ranks(3, groups_of, [0, 1, 2])] == [2, 2, 2]  # as many on all, so they stay
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
