@@ -56,7 +56,7 @@ def test_a_part_of_the_context():
     q, k, v = inputs(17, 21)
     layout = Layout.local(LENS, context_lens=CONTEXT)
     for start, stop, kept in ((0, 2, [2, 0, 2, 1]), (2, None, [1, 0, 15, 0]), (17, None, [0] * 4)):
-        rows, part = layout.context.part(start, stop)
+        rows, part = layout.context.rows(start, stop)
         assert part.lens.tolist() == kept and part.num_rows == sum(kept)
         got = layout.cross_attend(q, k[rows], v[rows], context=part)
         cut = [[x[start:stop] for x in y.split(CONTEXT)] for y in (k, v)]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from knapformer.comm import RankGroup, exchange, start_exchange
 from knapformer.comm.exchange import DeviceExchange
-from knapformer.comm.message import BufferPool, Format
-from knapformer.comm.sides import Side
+from knapformer.comm.message import BufferPool, MessageLayout
+from knapformer.comm.pack_index import PackIndex
 from knapformer.plan import CostModel, Sequences, attention_exchange, make_planner, token_exchange
 from knapformer.plan.cluster import Cluster
 from tests.planners import UnevenHeadsPlanner
@@ -35,7 +35,7 @@ def bits(tensor):
 
 
 def side_of(index, num_rows, lanes=()):
-    return Side.of(np.array(index, dtype=np.int64), num_rows, np.array([len(index)]), lanes, CPU)
+    return PackIndex.of(np.array(index, dtype=np.int64), num_rows, np.array([len(index)]), lanes, CPU)
 
 
 @given(
@@ -45,7 +45,7 @@ def side_of(index, num_rows, lanes=()):
 )
 def test_tensors_beside_each_other_come_out_as_they_went_in(like, rows, seed):
     tensors = [random_rows(dtype, rows, shape, seed + i) for i, (dtype, shape) in enumerate(like)]
-    format = Format([(t.dtype, t.shape[1:]) for t in tensors])
+    format = MessageLayout([(t.dtype, t.shape[1:]) for t in tensors])
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     shuffled, in_order = side_of(order.tolist(), rows), side_of(range(rows), rows)
     message = format.pack(tensors, shuffled, BufferPool())
@@ -66,25 +66,27 @@ def test_stacked_tensors_come_out_as_they_went_in_and_copies_are_filled(rows, wo
     num_rows = sum(rows)
     tensors = [random_rows(torch.float32, n, [words], i) for i, n in enumerate(rows)]
     index = np.random.default_rng(0).permutation([*range(num_rows), 0, num_rows - 1, 0])  # three copies
-    side, format = side_of(index, num_rows, rows), Format([(torch.float32, torch.Size([words]))] * 3, (0, 1, 2))
+    side, format = side_of(index, num_rows, rows), MessageLayout([(torch.float32, torch.Size([words]))] * 3, (0, 1, 2))
     message = format.pack(tensors, side, BufferPool())
     assert bits(message.view(torch.float32)) == bits(torch.cat(tensors)[index])
     for tensor, taken in zip(tensors, format.unpack(message, side, BufferPool()), strict=True):
         assert bits(taken) == bits(tensor)
-    only = Format([(torch.float32, torch.Size([words]))], (2,))
+    only = MessageLayout([(torch.float32, torch.Size([words]))], (2,))
     (taken,) = only.unpack(message, side, BufferPool(), room=1)
     assert bits(taken[1:]) == bits(tensors[2])
 
 
 def test_rows_that_stay_are_skipped():
     tensor = torch.arange(12.0).view(6, 2)
-    message = Format([(tensor.dtype, tensor.shape[1:])]).pack([tensor], side_of([3, 0, 2, 1], 4), BufferPool(), skip=2)
+    message = MessageLayout([(tensor.dtype, tensor.shape[1:])]).pack(
+        [tensor], side_of([3, 0, 2, 1], 4), BufferPool(), skip=2
+    )
     assert torch.equal(message.view(torch.float32), tensor[2:][[3, 0, 2, 1]])
 
 
 def test_a_tensor_that_begins_between_words_is_carried_too():
     tensor = torch.arange(7, dtype=torch.float32)[1:].view(3, 2)  # 4 bytes into its memory, words of 8
-    format = Format([(tensor.dtype, tensor.shape[1:])])
+    format = MessageLayout([(tensor.dtype, tensor.shape[1:])])
     message = format.pack([tensor], side_of([2, 0, 1], 3), BufferPool())
     assert torch.equal(format.unpack(message, side_of([2, 0, 1], 3), BufferPool())[0], tensor)
 
@@ -210,8 +212,8 @@ def rows_that_stay(rank, world_size, wrong=False):
     for together in (True, False):
         leaf = x.clone().requires_grad_()
         if together:
-            sent = start_exchange([leaf], table, RankGroup.of(), stay=(2, 3))
-            ((one, two),) = sent.stayed
+            sent = start_exchange([leaf], table, RankGroup.of(), local_rows=(2, 3))
+            ((one, two),) = sent.local
             (y,) = sent.wait(two * 2, one.exp(), two[:0])
         else:
             one, two, rest = leaf.split([2, 3, home])

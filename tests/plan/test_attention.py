@@ -35,15 +35,15 @@ def by_sequence(placement: Placement, qkv: list[np.ndarray]) -> list[np.ndarray]
 
 
 def by_placement(
-    placement: Placement, qkv: list[np.ndarray], *, num_parts: int = 1, broken: bool = False
+    placement: Placement, qkv: list[np.ndarray], *, num_stages: int = 1, broken: bool = False
 ) -> list[np.ndarray]:
     """Route, exchange, attend in segments, exchange back, route back."""
     world, heads = placement.world_size, placement.num_heads
     route = [token_exchange(placement, r) for r in range(world)]
     routed = [apply(route, [x[i] for x in qkv]) for i in range(3)]
-    tables = [attention_exchange(placement, r, num_parts=num_parts) for r in range(world)]
+    tables = [attention_exchange(placement, r, num_stages=num_stages) for r in range(world)]
     c = tables[0].head_group
-    assert all(t.head_group == c and t.num_parts == num_parts for t in tables)
+    assert all(t.head_group == c and t.num_stages == num_stages for t in tables)
     whole = [len(routed[0][r]) - tables[r].num_split_tokens for r in range(world)]
     rows = [np.concatenate([routed[i][r][whole[r] :].reshape(-1, c, HEAD_DIM) for i in range(3)]) for r in range(world)]
     segments = apply([t.qkv for t in tables], rows)
@@ -84,9 +84,9 @@ def random_qkv(placement: Placement) -> list[np.ndarray]:
 
 @settings(max_examples=60, deadline=None)
 @given(placements(), st.sampled_from([1, 2, 4]))
-def test_any_placement_gives_the_attention_of_whole_sequences(placement: Placement, num_parts: int) -> None:
+def test_any_placement_gives_the_attention_of_whole_sequences(placement: Placement, num_stages: int) -> None:
     qkv = random_qkv(placement)
-    got = by_placement(placement, qkv, num_parts=num_parts)
+    got = by_placement(placement, qkv, num_stages=num_stages)
     for expected, found in zip(by_sequence(placement, qkv), got, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
@@ -95,7 +95,7 @@ def test_every_part_has_a_share_of_each_ranks_rows() -> None:
     placement = make_planner("bags", "g4n1")(Sequences.from_ranks([[40], [9], [], [16]]), Cluster(4), COST_24)
     assert head_group(placement) == 6 and head_group(placement, 2) == 3 and head_group(placement, 4) == 1
     for rank in range(4):
-        table = attention_exchange(placement, rank, num_parts=2)
+        table = attention_exchange(placement, rank, num_stages=2)
         rows = [int(queries.sum()) for queries, _ in table.segment_lens()]
         assert rows[0] == rows[1] > 0
         sent = table.qkv.input_split_sizes.reshape(2, 4)

@@ -31,8 +31,8 @@ class Context:
         self.segments = Segments.of(num_queries, lens, device)
         self._num_queries = num_queries
 
-    def part(self, start: int, stop: int | None = None) -> tuple[Tensor, "Context"]:
-        """Rows `start` to `stop` of each sequence's context, for models that attend to parts of it separately.
+    def rows(self, start: int, stop: int | None = None) -> tuple[Tensor, "Context"]:
+        """Rows `start` to `stop` of each sequence's context, for models that attend to some of it separately.
 
         Returns:
             The index of these rows, and a context of them alone. Make both once a step, not in every layer.

@@ -42,7 +42,7 @@ class Layout:
         position: (T,) offset of each packed token in its sequence.
         text_lens: (S,) leading text tokens of each local sequence.
         text_index, image_index: packed positions of text and of visual tokens.
-        whole: segments of the whole sequences, the first packed tokens, in two parts: attention of the first hides the
+        whole: segments of the whole sequences, the first packed tokens, in two halves: attention of the first hides the
             sending of q, k, v of split sequences, the second the return of their outputs.
         kernel: name of the attention kernel, None for the device's default.
         split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
@@ -241,12 +241,12 @@ class Layout:
         split = self._split_attention(q_THK.shape[1])
         # Rows of whole sequences stay: the exchange hands them out, and puts what comes of them before what returns.
         whole = (first, second) if self.num_whole_tokens else ()
-        sent = split.send(q_THK, k_THK, v_THK, stay=[part.num_q for part in whole])
+        sent = split.send(q_THK, k_THK, v_THK, local_tokens=[segments.num_q for segments in whole])
         arriving = (sent.wait() for _ in split.segments)
         if not whole:
             (o,) = split.attend(kernel, arriving, scale).wait()
             return split.tokens(o)
-        (q_1, q_2), (k_1, k_2), (v_1, v_2) = sent.stayed
+        (q_1, q_2), (k_1, k_2), (v_1, v_2) = sent.local
         if self._overlap:
             o_1 = kernel(q_1, k_1, v_1, first, scale)
             returned = split.attend(kernel, arriving, scale)
@@ -272,7 +272,7 @@ class Layout:
         Args:
             q_THK: (T, H, K) of this rank's packed tokens.
             k_NHK, v_NHK: (N, H, K) of the context rows here, in the order in which `deliver_context` gives them.
-            context: a part of the context, if k and v are of that part; default all of it.
+            context: rows cut from the context (`Context.rows`), if k and v are of those; default all of it.
             scale: factor on the logits; default 1 / sqrt(K).
 
         Returns:

@@ -4,8 +4,8 @@
 
 The tables (`knapformer.plan.attention`) carry every pattern: whole heads, uneven heads, parts of a head's queries.
 Sending and attending return a transfer under way, so that a caller puts other work before it waits. Where a rank has
-too little of that, split attention goes in parts, each with an all-to-all of its own there and back: while one is
-computed, the next arrives and the last one's outputs return.
+too little of that, split attention goes in several stages, each with an all-to-all of its own there and back: while one
+is computed, the next arrives and the last one's outputs return.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,15 @@ from knapformer.plan import AttentionExchange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitAttention:
-    """One rank's split attention for one step and one number of heads. Sending is collective over `group`."""
+    """One rank's split attention for one step and one number of heads. Sending is collective over `group`.
+
+    Attributes:
+        group: the ranks that exchange it.
+        qkv, out: the exchanges there and back.
+        segments: of each stage, as attention kernels take them.
+        num_heads: H of the model.
+        head_group: heads c that travel together; a token is H / c rows of the exchanges.
+    """
 
     group: RankGroup
     qkv: DeviceExchange
@@ -45,33 +53,33 @@ class SplitAttention:
             table.head_group,
         )
 
-    def send(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, stay: Sequence[int] = ()) -> Transfer:
-        """q, k, v of this rank's split tokens; arrives as (rows, head_group, K) q, k, v of segments, part by part.
+    def send(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, *, local_tokens: Sequence[int] = ()) -> Transfer:
+        """q, k, v of this rank's split tokens; arrives stage by stage as (rows, c, K) q, k, v of its segments.
 
         Args:
-            q_THK, k_THK, v_THK: of split tokens, and before them of parts that stay: `Transfer.stayed`.
-            stay: tokens of each of these parts.
+            q_THK, k_THK, v_THK: of split tokens, and before them of local blocks: `Transfer.local`.
+            local_tokens: tokens of each local block.
         """
         row = self.head_group, q_THK.shape[2]
-        return start_exchange([q_THK, k_THK, v_THK], self.qkv, self.group, stay=stay, row=row)
+        return start_exchange([q_THK, k_THK, v_THK], self.qkv, self.group, local_rows=local_tokens, arriving_shape=row)
 
     def attend(self, kernel: Kernel, arriving: Iterable[list[Tensor]], scale: float | None) -> Transfer:
-        """Attention of this rank's segments, part by part as q, k and v arrive; the outputs are under way."""
-        parts = zip(self.segments, arriving, strict=True)
-        outputs = (kernel(q, k, v, segments, scale) for segments, (q, k, v) in parts)
+        """Attention of this rank's segments, stage by stage as q, k and v arrive; the outputs are under way."""
+        stages = zip(self.segments, arriving, strict=True)
+        outputs = (kernel(q, k, v, segments, scale) for segments, (q, k, v) in stages)
         returned = self.give_back(next(outputs))
         for o in outputs:
             returned.send([o])
         return returned
 
     def give_back(self, o: Tensor) -> Transfer:
-        """(rows, head_group, K) outputs of the first part; all parts arrive as rows of this rank's split tokens."""
+        """(rows, c, K) outputs of the first stage; all stages arrive as rows of this rank's split tokens."""
         return start_exchange([o], self.out, self.group)
 
     def rows(self, x_THK: Tensor) -> Tensor:
-        """(T, H, K) -> (rows, head_group, K)."""
+        """(T, H, K) -> (rows, c, K)."""
         return x_THK.reshape(len(x_THK) * self.num_heads // self.head_group, self.head_group, x_THK.shape[2])
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """(rows, head_group, K) -> (T, H, K)."""
+        """(rows, c, K) -> (T, H, K)."""
         return rows.reshape(len(rows) * self.head_group // self.num_heads, self.num_heads, rows.shape[2])

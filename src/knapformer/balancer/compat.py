@@ -11,14 +11,18 @@ for bag topologies; new code calls `layout.attend` or `knapformer.attend`: any p
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from knapformer.attention.current import current_step, mark
 from knapformer.comm import RankGroup
 from knapformer.errors import SpecError
+from knapformer.plan.arrays import exclusive_cumsum
 from knapformer.plan.summary import summarize
 
 if TYPE_CHECKING:
@@ -90,27 +94,22 @@ class OriginalSurface:
         """
         step, num_heads = self._step(), q_THK.shape[1]
         bag_heads = num_heads // self._bag_size()
-        split = self._bag_attention(step, num_heads)
-        if split is None:  # a bag of one rank, or a bag without sequences
+        bag = self._bag(step, num_heads)
+        if bag is None:  # a bag of one rank, or a bag without sequences
             q, k, v = (x[:, :bag_heads] for x in (q_THK, k_THK, v_THK))
             return _int32(step.layout.seq_lens, q), mark(q, step), mark(k, step), mark(v, step)
-        q, k, v = (
-            x.reshape(x.shape[0] * split.head_group // bag_heads, bag_heads, x.shape[2])
-            for x in split.send(q_THK, k_THK, v_THK).wait()
-        )
-        return split.segments[0].cu_q.diff(), mark(q, step), mark(k, step), mark(v, step)
+        q, k, v = (bag.by_token(x) for x in bag.split.send(q_THK, k_THK, v_THK).wait())
+        return bag.full_lens, mark(q, step), mark(k, step), mark(v, step)
 
     def post_attn(self, o_LhK: Tensor) -> tuple[Tensor, Tensor]:
         """The inverse of `pre_attn` for attention outputs: (full sequences, H / g, K) -> (tokens here, H, K)."""
-        step = self._step()
-        bag_size, bag_heads, head_dim = self._bag_size(), *o_LhK.shape[1:]
-        split = self._bag_attention(step, bag_heads * bag_size)
-        if split is None:
-            o_LhK = o_LhK.repeat(1, bag_size, 1) if bag_size > 1 else o_LhK
+        step, bag_size = self._step(), self._bag_size()
+        bag = self._bag(step, o_LhK.shape[1] * bag_size)
+        if bag is None:
+            o_THK = o_LhK.repeat(1, bag_size, 1) if bag_size > 1 else o_LhK
         else:
-            rows = o_LhK.reshape(o_LhK.shape[0] * bag_heads // split.head_group, split.head_group, head_dim)
-            o_LhK = split.tokens(*split.give_back(rows).wait())
-        return _int32(step.layout.seq_lens, o_LhK), mark(o_LhK, step)
+            o_THK = bag.split.tokens(*bag.split.give_back(bag.by_head(o_LhK)).wait())
+        return _int32(step.layout.seq_lens, o_THK), mark(o_THK, step)
 
     def _bag_size(self) -> int:
         """Ranks of this rank's bag."""
@@ -121,7 +120,7 @@ class OriginalSurface:
             )
         return next(len(bag) for bag in self._rule.spec.bags() if self._group.rank in bag)
 
-    def _bag_attention(self, step: "RoutingStep", num_heads: int) -> "SplitAttention | None":
+    def _bag(self, step: "RoutingStep", num_heads: int) -> "BagAttention | None":
         spec = self._rule.spec
         for size, _ in spec.terms if spec else ():
             if num_heads % size:
@@ -134,7 +133,11 @@ class OriginalSurface:
                 f"pre_attn and post_attn know no padding, but token_grid is {step.token_grid}; leave it at 1, or call "
                 "layout.attend instead"
             )
-        return step.bag_attention(num_heads)
+        made = _made.setdefault(step, {})
+        if num_heads not in made:
+            split = step.bag_attention(num_heads)
+            made[num_heads] = None if split is None else BagAttention.of(split, num_heads // self._bag_size())
+        return made[num_heads]
 
     def _step(self) -> "RoutingStep":
         return current_step(self._latest)
@@ -142,3 +145,56 @@ class OriginalSurface:
 
 def _int32(lengths: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(lengths, dtype=torch.int32, device=like.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BagAttention:
+    """Split attention of a bag, token by token as callers of the original want it.
+
+    Rows arrive segment by segment: a sequence's head groups one after another, each with all its tokens.
+
+    Attributes:
+        split: the exchanges.
+        bag_heads: heads of each rank of the bag, H / g.
+        full_lens: int32 lengths of the bag's sequences.
+        token_order: the row that stands at each (token, head group); None where each sequence has one head group.
+        row_order: its inverse.
+    """
+
+    split: "SplitAttention"
+    bag_heads: int
+    full_lens: Tensor
+    token_order: Tensor | None
+    row_order: Tensor | None
+
+    @classmethod
+    def of(cls, split: "SplitAttention", bag_heads: int) -> Self:
+        segments, groups = split.segments[0], bag_heads // split.head_group
+        lens = segments.q_lens.reshape(-1, groups)[:, 0]
+        full_lens = _int32(lens.tolist(), segments.cu_q)
+        if groups == 1:
+            return cls(split, bag_heads, full_lens, None, None)
+        starts = exclusive_cumsum(lens * groups)
+        rows = [
+            start + np.arange(length * groups).reshape(groups, length).T.ravel()
+            for start, length in zip(starts.tolist(), lens.tolist(), strict=True)
+        ]
+        order = np.concatenate([np.zeros(0, dtype=np.int64), *rows])
+        token_order, row_order = (
+            torch.from_numpy(each).to(segments.cu_q.device) for each in (order, np.argsort(order))
+        )
+        return cls(split, bag_heads, full_lens, token_order, row_order)
+
+    def by_token(self, rows: Tensor) -> Tensor:
+        """(rows, c, K) as they arrive -> (full sequences, H / g, K)."""
+        rows = rows if self.token_order is None else rows.index_select(0, self.token_order)
+        return rows.reshape(-1, self.bag_heads, rows.shape[2])
+
+    def by_head(self, x_LhK: Tensor) -> Tensor:
+        """The inverse of `by_token`."""
+        rows = x_LhK.reshape(-1, self.split.head_group, x_LhK.shape[2])
+        return rows if self.row_order is None else rows.index_select(0, self.row_order)
+
+
+_made: WeakKeyDictionary["RoutingStep", dict[int, BagAttention | None]] = WeakKeyDictionary()
+"""Of each step, for each number of heads that was asked for: kept as long as the step is."""

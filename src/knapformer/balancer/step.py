@@ -208,30 +208,30 @@ class RoutingStep:
         return bool(self.placement.split[rows.seq[here]].any())
 
     @cached_property
-    def _attention_parts(self) -> int:
-        """Parts that split attention goes in, so that one travels while another is computed: the same on all ranks."""
+    def _num_stages(self) -> int:
+        """Stages of split attention, so that one travels while another is computed: the same on all ranks."""
         return predict(self.placement, self.cluster, self.cost).num_parts if self.overlap else 1
 
-    def _split_attention(self, num_heads: int, *, token_major: bool = False) -> SplitAttention:
+    def _split_attention(self, num_heads: int, num_stages: int | None = None) -> SplitAttention:
         """Tables for a number of heads, made when a layer first asks and kept for the step."""
-        if (num_heads, token_major) not in self._split_tables:
-            self._split_tables[num_heads, token_major] = self._make_split_attention(num_heads, token_major)
-        return self._split_tables[num_heads, token_major]
+        key = num_heads, self._num_stages if num_stages is None else num_stages
+        if key not in self._split_tables:
+            self._split_tables[key] = self._make_split_attention(*key)
+        return self._split_tables[key]
 
     @cached_property
-    def _split_tables(self) -> dict[tuple[int, bool], SplitAttention]:
+    def _split_tables(self) -> dict[tuple[int, int], SplitAttention]:
         return {}
 
-    def _make_split_attention(self, num_heads: int, token_major: bool) -> SplitAttention:
-        placement, parts = self.placement.with_num_heads(num_heads), 1 if token_major else self._attention_parts
-        table = attention_exchange(placement, self.rank, num_parts=parts, token_major=token_major)
+    def _make_split_attention(self, num_heads: int, num_stages: int) -> SplitAttention:
+        table = attention_exchange(self.placement.with_num_heads(num_heads), self.rank, num_stages=num_stages)
         ranks = self.attention_ranks
         table = replace(table, qkv=table.qkv.narrow(ranks), out=table.out.narrow(ranks))
         return SplitAttention.of(table, num_heads, self.attention_group, self.device)
 
     def bag_attention(self, num_heads: int) -> SplitAttention | None:
-        """Split attention whose rows lie (token, head), for `pre_attn`; None if no sequence of the bag is split."""
-        return self._split_attention(num_heads, token_major=True) if self._shares_attention else None
+        """Split attention in one stage, for `pre_attn`; None if no sequence of the bag is split."""
+        return self._split_attention(num_heads, num_stages=1) if self._shares_attention else None
 
     def _move(
         self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]

@@ -1,11 +1,12 @@
 """The one differentiable collective: rows of any number of tensors of any dtypes, in one all-to-all each way.
 
-    start                                         wait
+    send_forward                                  receive_forward
     tensors --pack--> message --all-to-all- - - --> message --unpack--> outputs
       ^                                                                   |
-      '-------unpack-- message <- - - all-to-all-- message <--pack--------'   (backward: the same, mirrored)
+      '-------unpack-- message <- - - all-to-all-- message <--pack--------'
+    receive_backward                              send_backward
 
-Each byte is copied once on either side. Work placed between `start` and `wait` runs while the message travels, and
+Each byte is copied once on either side. Work placed between sending and receiving runs while the message travels, and
 since autograd runs nodes in reverse order of creation, its backward runs while the gradients travel back.
 
 Tensors lie *beside* each other in a row of the message (they share one table: a token's features), or *stacked*, rows
@@ -13,14 +14,17 @@ after rows (q, k and v of split attention, whose rows go different ways). They t
 arrives bit-exact. The adjoint of sending a row to several ranks is adding up what returns. A rank joins the backward
 collective whenever any rank does, also if it sent no row or its own input needs no gradient.
 
-Rows that stay on this rank may stand before those that travel. `start` hands them out in parts, `wait` takes parts that
-are to stand before the rows that arrive, so that nothing has to be split or concatenated around an exchange.
+An exchange may go in several *stages*, each a message of its own that travels while others are worked on. On one side
+the stages make up one array, packed or unpacked at once; on the other each has an array of its own.
+
+Rows that do not travel may stand before those that do, in *local blocks*. Sending hands them out, receiving takes what
+was made of them and puts it before the rows that arrive, so nothing is split or concatenated around an exchange.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,8 +34,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from knapformer.comm.groups import RankGroup
-from knapformer.comm.message import Format
-from knapformer.comm.sides import Side
+from knapformer.comm.message import MessageLayout
+from knapformer.comm.pack_index import PackIndex
 from knapformer.errors import PlanInvariantError
 from knapformer.plan import Exchange
 from knapformer.plan.arrays import Int64Array
@@ -42,12 +46,12 @@ class DeviceExchange:
     """An `Exchange` with its index tensors on a device.
 
     Attributes:
-        sources, targets: where rows lie in the message, before and after it travels. One of each, or one on one side
-            and several on the other, if the exchange has several parts.
+        sources, targets: where rows lie in the messages, before and after they travel. One of each; or, of an exchange
+            in several stages, one on the side where they make up one array and one a stage on the other.
     """
 
-    sources: tuple[Side, ...]
-    targets: tuple[Side, ...]
+    sources: tuple[PackIndex, ...]
+    targets: tuple[PackIndex, ...]
 
     @classmethod
     def of(
@@ -63,31 +67,32 @@ class DeviceExchange:
         Args:
             table: one rank's view.
             device: of the index tensors.
-            source_rows, target_rows: for stacked tensors, the rows of each. If the table has several parts, for each
-                part on one of the sides; what leaves, or arrives, apart.
+            source_rows, target_rows: for stacked tensors, the rows of each. One entry a stage on the side where each
+                stage has an array of its own.
         """
         return cls(
-            _sides(table.send_index, table.num_source_rows, table.input_split_sizes, source_rows, device),
-            _sides(table.recv_index, table.num_target_rows, table.output_split_sizes, target_rows, device),
+            _pack_indices(table.send_index, table.num_source_rows, table.input_split_sizes, source_rows, device),
+            _pack_indices(table.recv_index, table.num_target_rows, table.output_split_sizes, target_rows, device),
         )
 
     @property
-    def num_parts(self) -> int:
+    def num_stages(self) -> int:
         """Messages that the exchange consists of."""
         return max(len(self.sources), len(self.targets))
 
 
-def _sides(
-    index: Int64Array, num_rows: int, splits: Int64Array, parts: Sequence[tuple[int, ...]], device: torch.device
-) -> tuple[Side, ...]:
-    if len(parts) == 1:
-        return (Side.of(index, num_rows, splits, parts[0], device),)
-    sides, row, at = [], 0, 0
-    for lanes, sizes in zip(parts, np.split(splits, len(parts)), strict=True):
-        count = int(sizes.sum())
-        sides.append(Side.of(index[at : at + count] - row, sum(lanes), sizes, lanes if len(lanes) > 1 else (), device))
-        row, at = row + sum(lanes), at + count
-    return tuple(sides)
+def _pack_indices(
+    array_row: Int64Array, num_rows: int, splits: Int64Array, stages: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[PackIndex, ...]:
+    if len(stages) == 1:
+        return (PackIndex.of(array_row, num_rows, splits, stages[0], device),)
+    indices, row, at = [], 0, 0
+    for stacked_rows, sizes in zip(stages, np.split(splits, len(stages)), strict=True):
+        count, rows = int(sizes.sum()), sum(stacked_rows)
+        stacked = stacked_rows if len(stacked_rows) > 1 else ()
+        indices.append(PackIndex.of(array_row[at : at + count] - row, rows, sizes, stacked, device))
+        row, at = row + rows, at + count
+    return tuple(indices)
 
 
 def exchange(
@@ -100,8 +105,8 @@ def exchange(
     """Move rows of `tensors`, each (source rows, ...), to their targets, each (target rows, ...). Collective.
 
     Args:
-        tensors: the same number, dtypes and trailing shapes on every rank. With a table without lanes, any dtypes, one
-            row each per source row; else one tensor per lane, of one dtype and trailing shape.
+        tensors: the same number, dtypes and trailing shapes on every rank. Of a table for stacked tensors one each, of
+            one dtype and trailing shape; else any dtypes, one row each per source row.
         table: this rank's view of the exchange.
         group: the ranks of the table.
         differentiable: which tensors take part in the backward exchange; must be equal on all ranks. Default: those
@@ -116,31 +121,38 @@ def start_exchange(
     group: RankGroup,
     *,
     differentiable: Sequence[bool] | None = None,
-    stay: Sequence[int] = (),
-    row: Sequence[int] | None = None,
+    local_rows: Sequence[int] = (),
+    arriving_shape: Sequence[int] | None = None,
 ) -> "Transfer":
     """Send the rows; `Transfer.wait` returns what `exchange` does. Ranks must call it in the same order.
 
     Args:
-        tensors, table, group, differentiable: see `exchange`. If rows leave in parts, these are of the first.
-        stay: rows of each part of each tensor, before those of the table, that is not sent: `Transfer.stayed`.
-        row: trailing shape of what arrives, if a row of the tensors is several rows of the table.
+        tensors, table, group, differentiable: see `exchange`. If stages leave one by one, these are of the first.
+        local_rows: rows of each local block of each tensor, which stand before those of the table.
+        arriving_shape: trailing shape of what arrives, if a row of the tensors is several rows of the table.
     """
     wanted = [t.requires_grad for t in tensors] if differentiable is None else list(differentiable)
     joins = torch.is_grad_enabled() and any(wanted)
-    transfer = Transfer(table, group, tensors, wanted if joins else [False] * len(tensors), list(stay), row)
+    wanted = wanted if joins else [False] * len(tensors)
+    transfer = Transfer(table, group, tensors, wanted, list(local_rows), arriving_shape)
     transfer.send(tensors)
     return transfer
+
+
+class _InFlight(NamedTuple):
+    """A message under way: torch's handle, what is sent (kept until it arrived), where it arrives."""
+
+    work: Any
+    message: Tensor
+    received: Tensor
 
 
 class Transfer:
     """One exchange under way, and its way back. Made by `start_exchange`.
 
-    An exchange of several parts has one array on one side, packed or unpacked at once, and several on the other, each
-    with a message of its own, which travels while others are worked on.
-
     Attributes:
-        stayed: the parts of each tensor that were not sent; until `wait`.
+        wanted: which tensors take part in the backward exchange.
+        local: the local blocks of each tensor; until `wait`.
     """
 
     def __init__(
@@ -149,187 +161,203 @@ class Transfer:
         group: RankGroup,
         tensors: Sequence[Tensor],
         wanted: list[bool],
-        stay: list[int],
-        row: Sequence[int] | None,
+        local_rows: list[int],
+        arriving_shape: Sequence[int] | None,
     ) -> None:
         self.wanted = wanted
-        # These two are let go by `wait`, because their graph refers to this transfer.
-        self.tokens: list[Tensor] = []  # carry the graph from start to wait; have no elements
-        self.stayed: list[list[Tensor]] = []
+        self.local: list[list[Tensor]] = []
+        # Tensors without elements that tie receiving to sending in the graph. `wait` lets go of them and of the local
+        # blocks, because their graph refers to this transfer.
+        self._links: list[Tensor] = []
         self._table, self._group = table, group
-        self._stay, self._before = stay, list[int]()
-        like = [(t.dtype, t.shape[1:]) for t in tensors]
-        lanes = list(range(len(like))) if table.sources[0].lanes else None
-        joins = [i for i, join in enumerate(wanted) if join]
-        back = [like[i] for i in joins], joins if lanes else None
-        if row is None:
-            self._out, self._back = Format.of(like, lanes), Format.of(*back)
+        self._local_rows, self._rows_before = local_rows, list[int]()
+        kinds = [(t.dtype, t.shape[1:]) for t in tensors]
+        all_stacked = list(range(len(kinds))) if table.sources[0].stacked else None
+        joining = [i for i, joins in enumerate(wanted) if joins]
+        kinds_back, stacked_back = [kinds[i] for i in joining], joining if all_stacked else None
+        if arriving_shape is None:
+            self._forward = MessageLayout.of(kinds, all_stacked)
+            self._backward = MessageLayout.of(kinds_back, stacked_back)
         else:
-            self._out = Format.of([(dtype, torch.Size(row)) for dtype, _ in like], lanes)
-            self._back = Format.of(*back, fold=like[0][1].numel() // torch.Size(row).numel())
-        self._flights: list[tuple[Any, Tensor, Tensor] | None] = [None] * table.num_parts
-        self._whole: Tensor | None = None  # where parts arrive that make one array
-        self._sent = 0
+            arriving = torch.Size(arriving_shape)
+            rows_per_token = kinds[0][1].numel() // arriving.numel()
+            self._forward = MessageLayout.of([(dtype, arriving) for dtype, _ in kinds], all_stacked)
+            self._backward = MessageLayout.of(kinds_back, stacked_back, rows_per_token)
+        self._in_flight: list[_InFlight | None] = [None] * table.num_stages
+        self._arriving_array: Tensor | None = None  # where the messages of all stages arrive, if they make one array
+        self._num_sent = 0
+
+    # -- what callers use ------------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send the next part, of an exchange whose rows leave in parts; `start_exchange` has sent the first."""
+        """Send the next stage, of an exchange whose stages leave one by one; `start_exchange` has sent the first."""
         # An input of our own makes autograd visit this exchange on every rank, whatever this rank's tensors need.
         anchor = torch.empty(0, device=tensors[0].device, requires_grad=True) if any(self.wanted) else None
-        made = _Start.apply(self, self._sent, anchor, *tensors)
-        self._sent += 1
-        self.tokens += made[: self.num_tokens]
-        each = len(self._stay)
-        self.stayed = [list(made[i : i + each]) for i in range(self.num_tokens, len(made), each or 1)]
+        made = _Send.apply(self, self._num_sent, anchor, *tensors)
+        self._num_sent += 1
+        self._links += made[: self.num_receives]
+        blocks, each = list(made[self.num_receives :]), len(self._local_rows)
+        self.local = [blocks[i : i + each] for i in range(0, len(blocks), each or 1)]
 
-    @property
-    def num_tokens(self) -> int:
-        """Waits that follow a send."""
-        return len(self._table.targets)
-
-    def wait(self, *before: Tensor) -> list[Tensor]:
-        """The outputs, in the order of the tensors; once for each part that arrives apart.
+    def wait(self, *local: Tensor) -> list[Tensor]:
+        """The outputs, in the order of the tensors; call it once for each stage that arrives with its own array.
 
         Args:
-            before: where one tensor travels, parts to stand before the rows that arrive.
+            local: where one tensor travels, blocks to stand before the rows that arrive.
         """
-        apart = len(self._table.targets) > 1
-        part = len(self._table.targets) - len(self.tokens) if apart else 0
-        count = 1 if apart else len(self.tokens)
-        tokens, self.tokens, self.stayed = self.tokens[:count], self.tokens[count:], []
-        return list(_Wait.apply(self, part, count, *tokens, *before))
+        is_staged = self.num_receives > 1
+        stage = self.num_receives - len(self._links) if is_staged else 0
+        count = 1 if is_staged else len(self._links)
+        links, self._links, self.local = self._links[:count], self._links[count:], []
+        return list(_Receive.apply(self, stage, count, *links, *local))
 
-    def launch(self, part: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """Pack source rows and start their all-to-alls. Returns the parts of each tensor that stay."""
+    # -- what autograd's nodes call --------------------------------------------------------------------------------
+
+    @property
+    def num_receives(self) -> int:
+        """Receives that follow a send."""
+        return len(self._table.targets)
+
+    def send_forward(self, stage: int, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """Pack source rows and start their all-to-alls. Returns the local blocks of each tensor."""
         sources, targets = self._table.sources, self._table.targets
-        return self._launch(self._out, tensors, part, sources, targets, self._stay, range(len(targets)))
+        return self._send(self._forward, tensors, stage, sources, targets, self._local_rows, range(len(targets)))
 
-    def land(self, part: int, before: Sequence[Tensor]) -> list[Tensor]:
-        """Wait, and take the target rows out of the message."""
-        self._before = [len(each) for each in before]
+    def receive_forward(self, stage: int, local: Sequence[Tensor]) -> list[Tensor]:
+        """Wait, and take the target rows out of the message, behind the local blocks."""
+        self._rows_before = [len(block) for block in local]
         targets = self._table.targets
-        return self._take(self._out, self._receive(part, targets), targets[part], [before])
+        return self._unpack(self._forward, self._receive(stage, targets), targets[stage], [local])
 
-    def launch_back(self, part: int, grads: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """`launch` for the gradients of the outputs that take part. Returns those of the parts before."""
+    def send_backward(self, stage: int, grads: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        """`send_forward` for the gradients of the outputs that take part. Returns those of the local blocks."""
         sources, targets = self._table.targets, self._table.sources
-        order = range(len(targets))[::-1]  # backward, what was sent last is worked on first
-        return self._launch(self._back, grads, part, sources, targets, self._before, order)
+        latest_first = range(len(targets))[::-1]  # backward, what was sent last is worked on first
+        return self._send(self._backward, grads, stage, sources, targets, self._rows_before, latest_first)
 
-    def land_back(self, part: int, stayed: Sequence[Tensor]) -> list[Tensor]:
-        """Wait, and add up the gradients of the source rows. `stayed` are those of all parts that `launch` returned."""
-        received, side, each = self._receive(part, self._table.sources), self._table.sources[part], len(self._stay)
-        if side.copies is not None:
-            self._back.add_copies(received, side.copies)
-        parts = [stayed[i * each : (i + 1) * each] for i, join in enumerate(self.wanted) if join]
-        return self._take(self._back, received, side, parts)
+    def receive_backward(self, stage: int, local: Sequence[Tensor]) -> list[Tensor]:
+        """Wait, and add up the gradients of the source rows. `local` are those of all blocks of all tensors."""
+        index, each = self._table.sources[stage], len(self._local_rows)
+        received = self._receive(stage, self._table.sources)
+        if index.copies is not None:
+            self._backward.add_copies(received, index.copies)
+        blocks = [local[i * each : (i + 1) * each] for i, joins in enumerate(self.wanted) if joins]
+        return self._unpack(self._backward, received, index, blocks)
 
-    def _launch(
+    # -- both ways -------------------------------------------------------------------------------------------------
+
+    def _send(
         self,
-        format: Format,
+        layout: MessageLayout,
         tensors: Sequence[Tensor],
-        part: int,
-        sources: tuple[Side, ...],
-        targets: tuple[Side, ...],
-        before: list[int],
+        stage: int,
+        sources: tuple[PackIndex, ...],
+        targets: tuple[PackIndex, ...],
+        local_rows: list[int],
         order: range,
     ) -> list[Sequence[Tensor]]:
-        skip, side = sum(before), sources[part]
-        message = format.pack(tensors, side, self._group.buffers, skip)
+        skip, index = sum(local_rows), sources[stage]
+        message = layout.pack(tensors, index, self._group.buffers, skip)
         if len(sources) == 1:
-            splits = _cut(side.splits, len(targets))
+            splits = _by_stage(index.splits, len(targets))
             messages = message.split([sum(each) for each in splits])
             for i in order:
-                self._fly(format, i, messages[i], splits[i], targets[i].splits, None)
+                self._post(layout, i, messages[i], splits[i], targets[i].splits, None)
         else:
-            if self._whole is None:
-                self._whole = self._group.buffers.take(
-                    sum(targets[0].splits), format.width, format.word, message.device
-                )
-            splits = _cut(targets[0].splits, len(sources))
-            received = self._whole.split([sum(each) for each in splits])[part]
-            self._fly(format, part, message, side.splits, splits[part], received)
-        return [tensor[:skip].split(before) if before else () for tensor in tensors]
+            if self._arriving_array is None:
+                rows = sum(targets[0].splits)
+                self._arriving_array = self._group.buffers.take(rows, layout.width, layout.word, message.device)
+            splits = _by_stage(targets[0].splits, len(sources))
+            received = self._arriving_array.split([sum(each) for each in splits])[stage]
+            self._post(layout, stage, message, index.splits, splits[stage], received)
+        return [tensor[:skip].split(local_rows) if local_rows else () for tensor in tensors]
 
-    def _fly(
+    def _post(
         self,
-        format: Format,
-        part: int,
+        layout: MessageLayout,
+        stage: int,
         message: Tensor,
         input_splits: list[int],
         output_splits: list[int],
         received: Tensor | None,
     ) -> None:
+        """Start the all-to-all of one stage."""
         handle, work = self._group.handle, None
         if handle is None:
             received = message if received is None else received.copy_(message)
         else:
             if received is None:
-                size = sum(output_splits)
-                received = self._group.buffers.take(size, format.width, format.word, message.device)
+                received = self._group.buffers.take(sum(output_splits), layout.width, layout.word, message.device)
             work = dist.all_to_all_single(received, message, output_splits, input_splits, group=handle, async_op=True)
-        self._flights[part] = work, message, received
+        self._in_flight[stage] = _InFlight(work, message, received)
 
-    def _receive(self, part: int, targets: tuple[Side, ...]) -> Tensor:
-        """The message that arrived for a part, or for all parts where they make one array."""
-        apart = len(targets) > 1
-        arrived = [self._arrive(i) for i in ([part] if apart else range(len(self._flights)))]
-        whole, self._whole = self._whole, None
-        return arrived[0] if whole is None else whole
+    def _receive(self, stage: int, targets: tuple[PackIndex, ...]) -> Tensor:
+        """The message that arrived for a stage, or for all stages where they make one array."""
+        is_staged = len(targets) > 1
+        arrived = [self._arrive(i) for i in ([stage] if is_staged else range(len(self._in_flight)))]
+        array, self._arriving_array = self._arriving_array, None
+        return arrived[0] if array is None else array
 
-    def _arrive(self, part: int) -> Tensor:
-        flight, self._flights[part] = self._flights[part], None
+    def _arrive(self, stage: int) -> Tensor:
+        flight, self._in_flight[stage] = self._in_flight[stage], None
         if flight is None:
             raise PlanInvariantError("an exchange was waited for twice, or before it was started")
-        work, _, received = flight
-        if work is not None:
-            work.wait()
-        return received
+        if flight.work is not None:
+            flight.work.wait()
+        return flight.received
 
-    def _take(self, format: Format, message: Tensor, side: Side, before: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """The rows of each tensor, behind its parts in `before`."""
-        room = sum(map(len, before[0]))
-        outputs = format.unpack(message, side, self._group.buffers, room)
+    def _unpack(
+        self, layout: MessageLayout, message: Tensor, index: PackIndex, local: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """The rows of each tensor, behind its local blocks."""
+        room = sum(map(len, local[0]))
+        outputs = layout.unpack(message, index, self._group.buffers, room)
         if room:
-            for output, parts in zip(outputs, before, strict=True):
-                torch.cat(list(parts), out=output[:room])
+            for output, blocks in zip(outputs, local, strict=True):
+                torch.cat(list(blocks), out=output[:room])
         return outputs
 
 
-def _cut(splits: list[int], parts: int) -> list[list[int]]:
-    each = len(splits) // parts
-    return [splits[i * each : (i + 1) * each] for i in range(parts)]
+def _by_stage(splits: list[int], num_stages: int) -> list[list[int]]:
+    each = len(splits) // num_stages
+    return [splits[i * each : (i + 1) * each] for i in range(num_stages)]
 
 
-class _Start(Function):
+class _Send(Function):
+    """Sending, and receiving the gradients."""
+
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, part: int, anchor: Tensor | None, *tensors: Tensor) -> Any:
-        ctx.transfer, ctx.part = transfer, part
-        stayed = transfer.launch(part, tensors)
-        fixed = [each for parts, join in zip(stayed, transfer.wanted, strict=True) if not join for each in parts]
+    def forward(ctx: Any, transfer: Transfer, stage: int, anchor: Tensor | None, *tensors: Tensor) -> Any:
+        ctx.transfer, ctx.stage = transfer, stage
+        local = transfer.send_forward(stage, tensors)
+        fixed = [block for blocks, joins in zip(local, transfer.wanted, strict=True) if not joins for block in blocks]
         ctx.mark_non_differentiable(*fixed)
-        ctx.num_stayed = sum(map(len, stayed))
-        return *(torch.empty(0, device=tensors[0].device) for _ in range(transfer.num_tokens)), *chain(*stayed)
+        ctx.num_local = sum(map(len, local))
+        return *(torch.empty(0, device=tensors[0].device) for _ in range(transfer.num_receives)), *chain(*local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        stayed = grads[len(grads) - ctx.num_stayed :]
-        landed = iter(ctx.transfer.land_back(ctx.part, stayed))
-        return None, None, None, *(next(landed) if join else None for join in ctx.transfer.wanted)
+        local = grads[len(grads) - ctx.num_local :]
+        received = iter(ctx.transfer.receive_backward(ctx.stage, local))
+        return None, None, None, *(next(received) if joins else None for joins in ctx.transfer.wanted)
 
 
-class _Wait(Function):
+class _Receive(Function):
+    """Receiving, and sending the gradients back."""
+
     @staticmethod
-    def forward(ctx: Any, transfer: Transfer, part: int, num_tokens: int, *tensors: Tensor) -> Any:
-        ctx.transfer, ctx.part, ctx.num_tokens = transfer, part, num_tokens
-        outputs = transfer.land(part, tensors[num_tokens:])
-        ctx.mark_non_differentiable(*(o for o, join in zip(outputs, transfer.wanted, strict=True) if not join))
+    def forward(ctx: Any, transfer: Transfer, stage: int, num_links: int, *tensors: Tensor) -> Any:
+        ctx.transfer, ctx.stage, ctx.num_links = transfer, stage, num_links
+        outputs = transfer.receive_forward(stage, tensors[num_links:])
+        ctx.mark_non_differentiable(*(o for o, joins in zip(outputs, transfer.wanted, strict=True) if not joins))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         transfer = ctx.transfer
-        before = transfer.launch_back(ctx.part, [g for g, join in zip(grads, transfer.wanted, strict=True) if join])
-        tokens = [torch.empty(0, device=grads[0].device) for _ in range(ctx.num_tokens)]
-        return None, None, None, *tokens, *chain(*before)
+        joining = [grad for grad, joins in zip(grads, transfer.wanted, strict=True) if joins]
+        local = transfer.send_backward(ctx.stage, joining)
+        links = [torch.empty(0, device=grads[0].device) for _ in range(ctx.num_links)]
+        return None, None, None, *links, *chain(*local)

@@ -3,8 +3,8 @@
     beside     row = [x 128 bytes | pos 12 bytes + 4 unused | tag 1 byte + 7 unused]      tensors share their rows
     stacked    rows of q, then rows of k, then rows of v                                  tensors share their columns
 
-A `Format` copies rows in and out, each byte once. Words are as wide as the tensors allow, because copies by index move
-one word at a time.
+A `MessageLayout` copies rows in and out, each byte once. Words are as wide as the tensors allow, because copies by
+index move one word at a time.
 """
 
 import weakref
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knapformer.comm.pack_index import Copies, PackIndex
 from knapformer.comm.rows_triton import put_all_rows, put_rows, take_rows
-from knapformer.comm.sides import Copies, Side
 
-Like = tuple[torch.dtype, torch.Size]
+RowKind = tuple[torch.dtype, torch.Size]
+"""Dtype and trailing shape of a tensor's rows."""
 _WORDS = ((8, torch.int64), (4, torch.int32), (1, torch.uint8))  # gloo and NCCL carry all three
 
 
@@ -67,76 +68,80 @@ which does as well there."""
 _ALIGN = 64
 
 
-class Format:
+class MessageLayout:
     """How tensors of given dtypes and trailing shapes lie in a message.
 
     Args:
-        like: (dtype, trailing shape) of each tensor.
-        lanes: for stacked tensors, the lane of each; they share columns, so that their rows are equally wide.
-        fold: rows of the message in a row of a tensor: tokens of H heads are H / c rows of c heads.
+        kinds: dtype and trailing shape of each tensor.
+        stacked: for stacked tensors, which of the stacked tensors of the `PackIndex` each is. They share columns, so
+            their rows are equally wide.
+        rows_per_token: rows of the message in a row of a tensor: tokens of H heads are H / c rows of c heads.
     """
 
-    _made: ClassVar[dict[Any, "Format"]] = {}
+    _made: ClassVar[dict[Any, "MessageLayout"]] = {}
 
     @classmethod
-    def of(cls, like: Sequence[Like], lanes: Sequence[int] | None = None, fold: int = 1) -> "Format":
+    def of(
+        cls, kinds: Sequence[RowKind], stacked: Sequence[int] | None = None, rows_per_token: int = 1
+    ) -> "MessageLayout":
         """The one that was made before, if there is one: layers ask for the same ones over and over."""
-        key = tuple(like), None if lanes is None else tuple(lanes), fold
+        key = tuple(kinds), None if stacked is None else tuple(stacked), rows_per_token
         if key not in cls._made:
             cls._made[key] = cls(*key)
         return cls._made[key]
 
-    def __init__(self, like: Sequence[Like], lanes: Sequence[int] | None = None, fold: int = 1) -> None:
-        self._like, self._lanes, self._fold = like, lanes, fold
-        widths = [dtype.itemsize * shape.numel() // fold for dtype, shape in like]
-        padded = [width if lanes or len(widths) == 1 else -(-width // 8) * 8 for width in widths]
-        starts = [0] * len(widths) if lanes else [sum(padded[:i]) for i in range(len(widths))]
+    def __init__(self, kinds: Sequence[RowKind], stacked: Sequence[int] | None = None, rows_per_token: int = 1) -> None:
+        self._kinds, self._stacked, self._rows_per_token = kinds, stacked, rows_per_token
+        widths = [dtype.itemsize * shape.numel() // rows_per_token for dtype, shape in kinds]
+        is_alone = bool(stacked) or len(widths) == 1
+        padded = [width if is_alone else -(-width // 8) * 8 for width in widths]
+        starts = [0] * len(widths) if stacked else [sum(padded[:i]) for i in range(len(widths))]
         self._spans = [(start, start + width) for start, width in zip(starts, widths, strict=True)]
         row = max((start + width for start, width in zip(starts, padded, strict=True)), default=0)
         size, self.word = _widest_word(row)
         self.width = row // size
 
-    def pack(self, tensors: Sequence[Tensor], side: Side, pool: BufferPool, skip: int = 0) -> Tensor:
+    def pack(self, tensors: Sequence[Tensor], index: PackIndex, pool: BufferPool, skip: int = 0) -> Tensor:
         """A message of the tensors' rows, but for the first `skip` of each."""
         words = [self._words(tensor[skip:] if skip else tensor, i) for i, tensor in enumerate(tensors)]
-        if self._lanes is None and len(words) == 1 and side.order is None:
+        if self._stacked is None and len(words) == 1 and index.array_row is None:
             return words[0]  # is the message
-        message = pool.take(sum(side.splits), self.width, self.word, tensors[0].device)
-        if self._lanes is None:
+        message = pool.take(sum(index.splits), self.width, self.word, tensors[0].device)
+        if self._stacked is None:
             for i, rows in enumerate(words):
-                take_rows(rows, side.order, self._column(message, i))
+                take_rows(rows, index.array_row, self._column(message, i))
             return message
-        put_all_rows(message, [side.lanes[lane] for lane in self._lanes], words)
-        if side.copies is not None:
-            again = take_rows(message, side.copies.first.index_select(0, side.copies.of))
-            put_rows(message, side.copies.rows, again)
+        put_all_rows(message, [index.stacked[i] for i in self._stacked], words)
+        if index.copies is not None:
+            again = take_rows(message, index.copies.first.index_select(0, index.copies.of))
+            put_rows(message, index.copies.rows, again)
         return message
 
-    def unpack(self, message: Tensor, side: Side, pool: BufferPool, room: int = 0) -> list[Tensor]:
+    def unpack(self, message: Tensor, index: PackIndex, pool: BufferPool, room: int = 0) -> list[Tensor]:
         """The tensors, in memory of their own, behind `room` rows to be filled in each."""
-        room *= self._fold
-        if self._lanes is None:
+        room *= self._rows_per_token
+        if self._stacked is None:
             outputs = []
-            for i in range(len(self._like)):
+            for i in range(len(self._kinds)):
                 column = self._column(message, i)
-                rows = room + (len(message) if side.place is None else len(side.place))
+                rows = room + (len(message) if index.message_row is None else len(index.message_row))
                 memory = pool.take(rows, column.shape[1], column.dtype, message.device)
-                take_rows(column, side.place, memory[room:])
+                take_rows(column, index.message_row, memory[room:])
                 outputs += self._tensors(memory, [i], [rows])
             return outputs
-        places = [side.lanes[lane] for lane in self._lanes]
-        counts = [room + len(place) for place in places]
+        placed = [index.stacked[i] for i in self._stacked]
+        counts = [room + len(rows) for rows in placed]
         memory = pool.take(sum(counts), self.width, self.word, message.device)
-        if not room and len(places) == len(side.lanes):
-            take_rows(message, side.place, memory)  # of all lanes at once
+        if not room and len(placed) == len(index.stacked):
+            take_rows(message, index.message_row, memory)  # of all stacked tensors at once
         else:
-            for part, place in zip(memory.split(counts), places, strict=True):
-                take_rows(message, place, part[room:])
+            for block, rows in zip(memory.split(counts), placed, strict=True):
+                take_rows(message, rows, block[room:])
         return self._tensors(memory, range(len(counts)), counts)
 
     def add_copies(self, message: Tensor, copies: Copies) -> None:
         """Add what stands in further copies to the first one. Half precision is summed in fp32."""
-        for i in range(1 if self._lanes else len(self._like)):
+        for i in range(1 if self._stacked else len(self._kinds)):
             column = self._column(message, i)
             first, more = (self._restore(take_rows(column, rows), i) for rows in (copies.first, copies.rows))
             wide = torch.promote_types(first.dtype, torch.float32)
@@ -161,16 +166,20 @@ class Format:
 
     def _restore(self, words: Tensor, i: int) -> Tensor:
         """Tensor `i` from its words."""
-        dtype, shape = self._like[i]
-        return words.flatten().view(dtype).view(len(words), shape.numel() // self._fold)
+        dtype, shape = self._kinds[i]
+        return words.flatten().view(dtype).view(len(words), shape.numel() // self._rows_per_token)
 
     def _tensors(self, memory: Tensor, numbers: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
         """Tensors one after another in `memory`. For autograd none is a view, so that they may be changed in place."""
         tensors, row = [], 0
         for i, count in zip(numbers, counts, strict=True):
-            dtype, shape = self._like[i]
+            dtype, shape = self._kinds[i]
             tensor = torch.empty(0, dtype=dtype, device=memory.device)
-            place = memory.untyped_storage(), row * shape.numel() // self._fold, (count // self._fold, *shape)
+            place = (
+                memory.untyped_storage(),
+                row * shape.numel() // self._rows_per_token,
+                (count // self._rows_per_token, *shape),
+            )
             tensors.append(tensor.set_(*place))  # pyright: ignore[reportCallIssue]
             row += count
         return tensors

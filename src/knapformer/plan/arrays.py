@@ -40,15 +40,13 @@ def starts_within(group: Int64Array, counts: Int64Array) -> Int64Array:
     return starts - starts[np.searchsorted(group, group)] if len(starts) else starts
 
 
-def ranges(starts: Int64Array, counts: Int64Array, strides: Int64Array | int = 1) -> Int64Array:
-    """Concatenation of `starts[i] + strides[i] * arange(counts[i])`, without a Python loop."""
+def ranges(starts: Int64Array, counts: Int64Array, stride: int = 1) -> Int64Array:
+    """Concatenation of `starts[i] + stride * arange(counts[i])`, without a Python loop."""
     total = int(counts.sum())
     step = np.arange(total, dtype=np.int64)
     step -= np.repeat(exclusive_cumsum(counts), counts)
-    if not isinstance(strides, int):
-        step *= np.repeat(strides, counts)
-    elif strides != 1:
-        step *= strides
+    if stride != 1:
+        step *= stride
     step += np.repeat(starts, counts)
     return step
 

@@ -1,7 +1,7 @@
 """Who sends which rows to whom: one kind of table behind routing, per-sequence vectors and split attention.
 
-A *move* is a run of rows, evenly strided, from a rank's source array to a rank's target array. All moves of a step
-are known on every rank; an `Exchange` is one rank's view of them, ready for one all-to-all with uneven splits:
+A *move* is a run of rows, evenly strided in a rank's source array, neighbours in a rank's target array. All moves of a
+step are known on every rank; an `Exchange` is one rank's view of them, ready for one all-to-all with uneven splits:
 
     source rows --send_index--> [to 0 | to 1 | ...] --all-to-all--> [from 0 | from 1 | ...] --recv_index--> target rows
 
@@ -9,8 +9,8 @@ Every target row is written exactly once. A source row may be sent more than onc
 vector of a sequence that several ranks hold); the adjoint then adds up what comes back. Where each source row is
 sent exactly once the exchange has an inverse, which is the way back: route and reverse route are one function.
 
-An exchange may have several *parts*, each an all-to-all of its own, so that one travels while another is worked on; its
-rows are then grouped by part first: [part 0 to 0 | part 0 to 1 | ... | part 1 to 0 | ...].
+An exchange may go in several *stages*, each an all-to-all of its own, so that one travels while another is worked on.
+Its rows are then grouped by stage first: [stage 0 to 0 | stage 0 to 1 | ... | stage 1 to 0 | ...].
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class Exchange:
     """One rank's rows to send and to receive.
 
     Attributes:
-        send_index: source row of each row sent, grouped by part and target rank.
-        recv_index: target row of each row received, grouped by part and source rank.
-        input_split_sizes: (num_parts * world_size,) rows sent to each rank, part by part.
-        output_split_sizes: (num_parts * world_size,) rows received from each rank, part by part.
+        send_index: source row of each row sent, grouped by stage and target rank.
+        recv_index: target row of each row received, grouped by stage and source rank.
+        input_split_sizes: (num_stages * world_size,) rows sent to each rank, stage by stage.
+        output_split_sizes: (num_stages * world_size,) rows received from each rank, stage by stage.
         num_source_rows, num_target_rows: sizes of the two arrays.
-        num_parts: all-to-alls.
+        num_stages: all-to-alls.
     """
 
     send_index: Int64Array
@@ -42,7 +42,7 @@ class Exchange:
     output_split_sizes: Int64Array
     num_source_rows: int
     num_target_rows: int
-    num_parts: int = 1
+    num_stages: int = 1
 
     def inverse(self) -> "Exchange":
         """The way back. Raises `PlanInvariantError` if a source row is sent to several ranks or to none."""
@@ -58,14 +58,14 @@ class Exchange:
             self.input_split_sizes,
             self.num_target_rows,
             self.num_source_rows,
-            self.num_parts,
+            self.num_stages,
         )
 
     def narrow(self, ranks: range) -> "Exchange":
         """The same exchange within a group of consecutive ranks. Raises `PlanInvariantError` if it reaches others."""
         splits = self.input_split_sizes, self.output_split_sizes
-        inside = [sizes.reshape(self.num_parts, -1)[:, ranks.start : ranks.stop].ravel() for sizes in splits]
-        if any(part.sum() != sizes.sum() for part, sizes in zip(inside, splits, strict=True)):
+        inside = [sizes.reshape(self.num_stages, -1)[:, ranks.start : ranks.stop].ravel() for sizes in splits]
+        if any(kept.sum() != sizes.sum() for kept, sizes in zip(inside, splits, strict=True)):
             raise PlanInvariantError(f"an exchange within ranks {ranks.start} to {ranks.stop - 1} reaches others")
         return replace(self, input_split_sizes=inside[0], output_split_sizes=inside[1])
 
@@ -79,10 +79,10 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """Runs of rows between ranks, in one order that every rank shares; columns may be scalars that broadcast.
+    """Runs of rows between ranks, in one order that every rank shares.
 
-    `source_row` is only meaningful where the rank at hand sends, `target_row` where it receives. `part` is the
-    all-to-all that a move is made by.
+    `source_row` is only meaningful where the rank at hand sends, `target_row` where it receives. `stage` is the
+    all-to-all that a move is made by, the same for all where it is a number.
     """
 
     source_rank: Int64Array
@@ -91,27 +91,25 @@ class Moves:
     target_row: Int64Array
     count: Int64Array
     source_stride: int = 1
-    target_stride: Int64Array | int = 1
-    part: Int64Array | int = 0
+    stage: Int64Array | int = 0
 
     def exchange(
-        self, rank: int, world_size: int, num_source_rows: int, num_target_rows: int, num_parts: int = 1
+        self, rank: int, world_size: int, num_source_rows: int, num_target_rows: int, num_stages: int = 1
     ) -> Exchange:
         """The view of `rank`; rows between two ranks keep the order of the moves on both sides."""
-        to, of = self.target_rank + self.part * world_size, self.source_rank + self.part * world_size
+        to, of = self.target_rank + self.stage * world_size, self.source_rank + self.stage * world_size
         out = np.flatnonzero(self.source_rank == rank)
         out = out[np.argsort(to[out], kind="stable")]
         into = np.flatnonzero(self.target_rank == rank)
         into = into[np.argsort(of[into], kind="stable")]
-        stride = self.target_stride if isinstance(self.target_stride, int) else self.target_stride[into]
         return Exchange(
             ranges(self.source_row[out], self.count[out], self.source_stride),
-            ranges(self.target_row[into], self.count[into], stride),
-            _split_sizes(to[out], self.count[out], num_parts * world_size),
-            _split_sizes(of[into], self.count[into], num_parts * world_size),
+            ranges(self.target_row[into], self.count[into]),
+            _split_sizes(to[out], self.count[out], num_stages * world_size),
+            _split_sizes(of[into], self.count[into], num_stages * world_size),
             num_source_rows,
             num_target_rows,
-            num_parts,
+            num_stages,
         )
 
 
@@ -165,22 +163,22 @@ def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[n
     world = len(exchanges)
     received = []
     for rank, exchange in enumerate(exchanges):
-        parts = []
-        for at in range(exchange.num_parts * world):
-            part, source = divmod(at, world)
-            to = part * world + rank
+        pieces = []
+        for at in range(exchange.num_stages * world):
+            stage, source = divmod(at, world)
+            to = stage * world + rank
             count = int(exchanges[source].input_split_sizes[to])
             if count != int(exchange.output_split_sizes[at]):
                 raise PlanInvariantError(
                     f"rank {source} sends {count} rows to rank {rank}, not {int(exchange.output_split_sizes[at])}"
                 )
             if count:
-                parts.append(sent[source][starts[source][to] : starts[source][to] + count])
+                pieces.append(sent[source][starts[source][to] : starts[source][to] + count])
         like = arrays[rank]
         target = np.full((exchange.num_target_rows, *like.shape[1:]), 0, dtype=like.dtype)
         target.view(np.uint8)[...] = 0xFF
-        if parts:
-            target[exchange.recv_index] = np.concatenate(parts)
+        if pieces:
+            target[exchange.recv_index] = np.concatenate(pieces)
         received.append(target)
     return received
 

@@ -1,7 +1,7 @@
 """A timeline of a real step: torch's profiler for the second step of a run, one file per rank for ui.perfetto.dev.
 
-In it, `exchange: send` and `exchange: wait` are what the balancer adds to the main thread, forward and backward; the
-collective itself runs beside it under the backend's name. Everything else there is computing.
+In it, `exchange: send` and `exchange: receive`, and the same of gradients, are what the balancer adds to the main
+thread; the collective itself runs beside it under the backend's name. Everything else there is computing.
 """
 
 import json
@@ -14,10 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 _NAMES = {
-    "_Start": "exchange: send",
-    "_Wait": "exchange: wait",
-    "_StartBackward": "exchange: send, backward",
-    "_WaitBackward": "exchange: wait, backward",
+    "_Send": "exchange: send",
+    "_Receive": "exchange: receive",
+    "_ReceiveBackward": "exchange: send gradients",
+    "_SendBackward": "exchange: receive gradients",
 }
 """The exchange's autograd functions (`knapformer.comm.exchange`), by which the profiler knows it."""
 

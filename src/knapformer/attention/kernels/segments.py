@@ -64,6 +64,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self.cu_q) - 1
 
+    @property
+    def q_lens(self) -> np.ndarray:
+        """(N,) queries of each segment, on the host."""
+        return np.repeat([run[3] for run in self.runs], [run[2] for run in self.runs]).astype(np.int64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledSegments:

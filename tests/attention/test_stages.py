@@ -12,13 +12,13 @@ LENGTHS = [[90, 3], [23], [], [61]]
 HEADS = 6
 
 
-def outcome(rank, num_parts, spec):
+def outcome(rank, num_stages, spec):
     """Outputs and gradients of one attention, and the all-to-alls it took."""
     x = torch.randn(sum(LENGTHS[rank]), HEADS * 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     x.requires_grad_()
     options = {"bag_specs": spec} if isinstance(spec, str) else {"planner": spec}
     step = SequenceBalancer(cost=CostModel.from_shapes(24, HEADS), **options).plan_routing(LENGTHS[rank])
-    step.__dict__["_attention_parts"] = num_parts
+    step.__dict__["_num_stages"] = num_stages
     _, y, _ = step.route(x)
     counted, real = [0], dist.all_to_all_single
 
@@ -39,8 +39,8 @@ def outcome(rank, num_parts, spec):
 def compare(rank, world_size, spec):
     expected = outcome(rank, 1, spec)
     errors, counts = [], [expected[2]]
-    for num_parts in (2, 3):
-        got = outcome(rank, num_parts, spec)
+    for num_stages in (2, 3):
+        got = outcome(rank, num_stages, spec)
         errors += [float((a - b).abs().max()) for a, b in zip(expected[:2], got[:2], strict=True) if a.numel()]
         counts.append(got[2])
     return max(errors, default=0.0), counts
@@ -58,7 +58,7 @@ def test_parts_change_no_result(spec):
 def chosen_parts(rank, world_size, bandwidth, overlap):
     cluster = Cluster(world_size, links=Links(bandwidth, bandwidth))
     balancer = SequenceBalancer("g2n1", cost=CostModel.from_shapes(3072, 24), cluster=cluster, overlap=overlap)
-    return balancer.plan_routing([4000] if rank == 0 else [])._attention_parts
+    return balancer.plan_routing([4000] if rank == 0 else [])._num_stages
 
 
 def test_parts_are_used_where_they_gain_something():
