@@ -7,9 +7,10 @@ Names are read from the sources, never imported, so the site builds without torc
 import ast
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -106,7 +107,10 @@ def command_functions() -> dict[str, str]:
 
 def commands_page() -> str:
     """Every command with its arguments; `knapformer COMMAND --help` says the same."""
-    lines = ["# Commands", "`knapformer COMMAND --help` says the same. `max_pixels` here is `--max-pixels` there, and `as_json` is `--json`."]
+    lines = [
+        "# Commands",
+        "`knapformer COMMAND --help` says the same. `max_pixels` here is `--max-pixels` there, `as_json` is `--json`.",
+    ]
     for name, function in sorted(command_functions().items()):
         shown = {"show_root_heading": False, "show_root_toc_entry": False, "show_signature": False}
         lines += [f"## knapformer {name}", entry(function, docstring_style="numpy", **shown)]
@@ -130,8 +134,10 @@ def on_config(config: Any) -> Any:
     return config
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: "Files", config: Any) -> "Files":
     """mkdocs: add the pages."""
+    from mkdocs.structure.files import File
+
     for place, text in pages().items():
         files.append(File.generated(config, place, content=text))
     return files

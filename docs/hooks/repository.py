@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files, InclusionLevel
+if TYPE_CHECKING:
+    from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"(?P<before>\]\()(?P<target>(?!\w+:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
@@ -68,8 +69,10 @@ def linked_files(documents: Iterable[tuple[str, str]]) -> set[str]:
     return outside - PAGES.keys() - ALIASES.keys()
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: "Files", config: Any) -> "Files":
     """mkdocs: add the repository's files that pages are or link to."""
+    from mkdocs.structure.files import File, InclusionLevel
+
     for source, place in PAGES.items():
         if (ROOT / source).is_file():
             files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
@@ -90,7 +93,7 @@ def records_of(documents: Iterable[tuple[str, str]]) -> set[str]:
     return {f"benchmarks/results/{name.removesuffix('.jsonl')}.jsonl" for name in names}
 
 
-def origin_of(file: File) -> str:
+def origin_of(file: "File") -> str:
     """The repository's path of a page's source."""
     for source, place in PAGES.items():
         if file.src_uri == place:
