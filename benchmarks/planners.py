@@ -154,7 +154,8 @@ def render_table(path: Path) -> str:
         return f"{record['mean']['step_over_ideal']:.4f}"
 
     lines = [
-        '| trace | at home | best bags | best other planner | balanced | with overlap | plan | `level="step"` |',
+        "| trace | before balancing | best bags | best other planner | balanced | with overlap | plan "
+        '| `level="step"` |',
         "|---|---|---|---|---|---|---|---|",
     ]
     for trace, by_planner in records.items():
