@@ -184,3 +184,11 @@ def test_a_failure_is_part_of_its_run(tmp_path):
     path.write_text(path.read_text() + '{"schema": 1, "kind": "failure", "name": "a"}\n')
     with pytest.raises(DataError, match="line 4: a run record lacks cause"):
         read_records(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*none\.jsonl': No such file"):
+        read_records(tmp_path / "none.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"name": "\xff"}\n')
+    with pytest.raises(DataError, match=r"bytes\.jsonl: not a run record"):
+        read_records(tmp_path / "bytes.jsonl")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from knapformer.errors import DataError
+from knapformer.files import read_bytes, write_bytes
 
 SCHEMA = 1
 _NEEDED = {"run": ("environment", "command", "config"), "step": (), "failure": ("cause",)}
@@ -120,10 +121,14 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
     """The runs of a file by name; a later run of the same name replaces an earlier one.
 
     Raises:
-        DataError: naming file and line, for lines that are not records of this schema. A cut last line is left out.
+        DataError: naming the file if it cannot be read, and the line if it is no record of this schema. A cut last
+            line is left out.
     """
     runs: dict[str, RunRecord] = {}
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        lines = read_bytes(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not a run record: {error}") from error
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -153,11 +158,7 @@ def read_runs(paths: Iterable[Path]) -> list[RunRecord]:
     """All runs of files and of experiments' folders. Raises `DataError` for what cannot be read."""
     found: list[RunRecord] = []
     for path in paths:
-        file = path / "records.jsonl" if path.is_dir() else path
-        try:
-            found += read_records(file).values()
-        except OSError as error:
-            raise DataError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+        found += read_records(path / "records.jsonl" if path.is_dir() else path).values()
     if not found:
         raise DataError("no runs to report on; give a record file or the folder of an experiment")
     return found
@@ -170,9 +171,10 @@ def _mend_last_line(path: Path) -> None:
     last = content.rfind(b"\n") + 1
     try:
         json.loads(content[last:])
-        path.write_bytes(content + b"\n")
+        mended = content + b"\n"
     except ValueError:
-        path.write_bytes(content[:last])
+        mended = content[:last]
+    write_bytes(path, mended)
 
 
 def _commit() -> str | None:

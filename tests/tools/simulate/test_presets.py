@@ -1,10 +1,17 @@
 """Presets: shapes agree with published sizes, names are read or refused with a message that helps."""
 
+import tomllib
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from knapformer.errors import SpecError
 from knapformer.tools.simulate.presets import (
+    DevicePreset,
+    ModelShape,
     cluster_preset,
     device_names,
     device_preset,
@@ -13,6 +20,7 @@ from knapformer.tools.simulate.presets import (
     named_workload,
     workload_names,
 )
+from knapformer.tools.simulate.presets.shipped import read_presets
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -125,3 +133,19 @@ def test_recorded_workloads_and_unknown_ones() -> None:
         named_workload("mix-v35-10s", num_steps=0)
     with pytest.raises(SpecError, match="from 1 to 99 %"):
         named_workload("mix-v0-10s")
+
+
+@pytest.mark.parametrize(("file", "kind"), [("devices.toml", DevicePreset), ("models.toml", ModelShape)])
+def test_shipped_files_have_no_other_fields(file: str, kind: type) -> None:
+    text = (files("knapformer.tools.simulate.presets") / file).read_text(encoding="utf-8")
+    known = {field.name for field in fields(kind)} - {"name"}
+    for name, table in tomllib.loads(text).items():
+        assert set(table) <= known, name
+
+
+def test_a_preset_with_a_wrong_field_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (files("knapformer.tools.simulate.presets") / "devices.toml").read_text(encoding="utf-8")
+    (tmp_path / "devices.toml").write_text(text.replace("peak_flops = 312e12", 'peak_flops = "fast"'))
+    monkeypatch.setattr("knapformer.tools.simulate.presets.shipped.files", lambda package: tmp_path)
+    with pytest.raises(SpecError, match=r"devices\.toml, \[a100\]: Expected `float`, got `str` - at `\$\.peak_flops`"):
+        read_presets("devices.toml", DevicePreset)

@@ -12,13 +12,12 @@ A cluster is `DEVICExRANKS` and options joined by '-':
 """
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 from knapformer.errors import SpecError
 from knapformer.plan import Cluster, Links
+from knapformer.tools.simulate.presets.shipped import find_preset, read_presets
 
 NVLINK_EFFICIENCY = 2 / 3
 NIC_EFFICIENCY = 0.8
@@ -86,8 +85,7 @@ class ClusterPreset:
 
 @cache
 def _table() -> dict[str, DevicePreset]:
-    data = tomllib.loads((files("knapformer.tools.simulate.presets") / "devices.toml").read_text(encoding="utf-8"))
-    return {name: DevicePreset(name=name, **entry) for name, entry in data.items()}
+    return read_presets("devices.toml", DevicePreset)
 
 
 def device_names() -> tuple[str, ...]:
@@ -97,9 +95,7 @@ def device_names() -> tuple[str, ...]:
 
 def device_preset(name: str) -> DevicePreset:
     """A device by name. Raises `SpecError` that lists the names."""
-    if name not in _table():
-        raise SpecError(f"unknown device {name!r}; known devices are {', '.join(_table())}")
-    return _table()[name]
+    return find_preset(_table(), name, "device")
 
 
 def cluster_preset(text: str) -> ClusterPreset:

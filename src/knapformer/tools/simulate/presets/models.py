@@ -9,20 +9,17 @@ and, where text is crossed, 4 * X * d^2 per sequence for the text's keys and val
 parameters and costs per sequence, not per token; it is left out of the work.
 """
 
-import difflib
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
 from knapformer.data.grid import MediaOptions, token_grid
-from knapformer.errors import SpecError
 from knapformer.plan import CostModel
 from knapformer.tools.simulate.presets.clusters import DevicePreset, device_preset
+from knapformer.tools.simulate.presets.shipped import find_preset, read_presets
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +131,7 @@ class ModelShape:
 
 @cache
 def _table() -> dict[str, ModelShape]:
-    data = tomllib.loads((files("knapformer.tools.simulate.presets") / "models.toml").read_text(encoding="utf-8"))
-    return {
-        name: ModelShape(name=name, **{**entry, "vae": tuple(entry["vae"]), "patch": tuple(entry["patch"])})
-        for name, entry in data.items()
-    }
+    return read_presets("models.toml", ModelShape)
 
 
 def model_names() -> tuple[str, ...]:
@@ -148,9 +141,4 @@ def model_names() -> tuple[str, ...]:
 
 def model_preset(name: str) -> ModelShape:
     """A model by name. Raises `SpecError` that lists the names."""
-    table = _table()
-    if name not in table:
-        close = difflib.get_close_matches(name, table, n=2)
-        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-        raise SpecError(f"unknown model {name!r}; {hint}known models are {', '.join(table)}")
-    return table[name]
+    return find_preset(_table(), name, "model")
