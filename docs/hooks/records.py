@@ -2,7 +2,7 @@
 
     <!-- record: sampler.jsonl
     rows: name                        what tells the rows apart: the run's name, or fields of its steps
-    statistic: median                 of a row's steps; default mean
+    statistic: median                 of a row's steps; or max, mean (the default)
     routed_blind: moved, blindly      a column: a field of the steps, and its heading
     routed_ahead: moved, by plan
     -->
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-STATISTICS = {"mean": fmean, "median": median}
+STATISTICS = {"mean": fmean, "median": median, "max": max}
 MARK = re.compile(r"<!-- record: (?P<file>[\w.-]+)\s*?\n?(?P<body>.*?)-->", re.DOTALL)
 
 
@@ -37,7 +37,8 @@ def table(file: str, body: str, up: str) -> str:
     keys, statistic = fields.pop("rows").split(", "), STATISTICS[fields.pop("statistic", "mean")]
     rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for step in steps_of(file):
-        rows.setdefault(tuple(str(step[key]) for key in keys), []).append(step)
+        if step.keys() >= set(keys):  # a run's summary has none of them
+            rows.setdefault(tuple(str(step[key]) for key in keys), []).append(step)
     lines = ["| " + " | ".join([*keys, *fields.values()]) + " |", "|" + "---|" * (len(keys) + len(fields))]
     for row, steps in rows.items():
         values = ([step[field] for step in steps if field in step] for field in fields)

@@ -72,9 +72,10 @@ def test_pictures_are_those_of_the_program():
 
 
 def test_tables_are_made_from_records():
-    text = hook("records").render((DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8"), "../../")
+    page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
+    text = hook("records").render(page, "../../")
     assert "<!-- record" not in text
-    assert text.count("\nRecord: [") == 6
+    assert text.count("\nRecord: [") == page.count("<!-- record: ") > 4
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) > 50
     assert not any("nan" in row for row in rows)
