@@ -1,7 +1,9 @@
 """Files are written whole or not at all, and what is read is checked in one place."""
 
 import gzip
+import json
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -86,3 +88,68 @@ def test_gzip_is_recognised_and_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         files.read_bytes(bomb)
     with pytest.raises(DataError, match=r"cannot read .*No such file"):
         files.read_bytes(tmp_path / "missing")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A type that checks itself, as those of the library do."""
+
+    sides: dict[str, dict[int, tuple[float, int]]]
+    points: list[Point] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.sides:
+            raise CalibrationError("sides are empty; give at least one")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"sides": {"a": {"1": [1, 2]}, "b": {"1": [1, 2], "16": [1, "2"]}}}, "`$.sides.b.16[1]`, which is '2'"),
+        ({"sides": {"a": {"1": [1]}}}, "of length 2"),
+        ({"sides": {"a": {"x": [1, 2]}}}, "Expected `int`, got `str` - at `key` in `$.sides.a`"),
+        ({"sides": {}}, "sides are empty; give at least one"),
+        ({"sides": {"a": {}}, "points": [{"x": 1}, {"x": -1}]}, "`int` >= 0 - at `$.points[1].x`, which is -1"),
+        ({"sides": {"a": {"1": [10**400, 1]}}}, "out of range - at `$.sides.a"),
+        ({"sides": {"a": {"1": [1, "2" * 900]}}}, "2...2222222222222'"),
+    ],
+)
+def test_keys_of_mappings_and_wrong_values_are_named(content: object, message: str) -> None:
+    text = json.dumps(content)
+    with pytest.raises(DataError) as caught:
+        files.decode_json(text, Box, "box.json")
+    assert str(caught.value).startswith("box.json: ") and message in str(caught.value) and len(str(caught.value)) < 200
+    with pytest.raises(DataError) as again:
+        files.convert(json.loads(text), Box, "box.json")
+    assert str(again.value).partition(" - at ")[2] == str(caught.value).partition(" - at ")[2]
+
+
+def test_hostile_json_gives_errors_of_the_library() -> None:
+    hostile = [
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "1" + 400 * "0",
+        "1" * 9999,
+        '"\\ud800"',
+        '"\\udc00x"',
+        "[" * 2000 + "]" * 2000,
+    ]
+    for value in hostile:
+        for text in (value, f'{{"sides": {{"a": {value}}}}}', f'{{"sides": {{"a": {{"1": [{value}, 1]}}}}}}'):
+            with pytest.raises(DataError, match="hostile"):
+                files.decode_json(text, Box, "hostile")
+    with pytest.raises(DataError, match=r"here: .*out of range"):
+        files.convert({"sides": {"a": {"1": [10**400, 1]}}}, Box, "here")
+    nested: object = 1
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(DataError, match="here"):
+        files.convert({"sides": {"a": nested}}, Box, "here")
+
+
+def test_lines_are_numbered_as_a_reader_counts_them(tmp_path: Path) -> None:
+    file = files.write_bytes(tmp_path / "a.jsonl", gzip.compress(b'{"x": 1}\n\n  \n{"x": 2}\r\n'))
+    found = [(number, files.decode_json(line, Point, f"{file}:{number}").x) for number, line in files.read_lines(file)]
+    assert found == [(1, 1), (4, 2)]

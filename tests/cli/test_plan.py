@@ -167,7 +167,7 @@ def test_the_default_planner_is_the_balanced_one() -> None:
     ("arguments", "message"),
     [
         ("flux-join-32", "unknown workload 'flux-join-32'; did you mean 'flux-joint-32'"),
-        ("nothing.json", "trace file 'nothing.json' cannot be read"),
+        ("nothing.json", "cannot read 'nothing.json': No such file"),
         ("g8b4i256", "data code 'g8b4i256': cannot read the end at column 9"),
         ("flux-lowres-32 --planner knapsack", "unknown planner 'knapsack'; known planners are"),
         ("flux-lowres-32 --planner bags", "planner 'bags' needs a topology such as 'g4n8'"),

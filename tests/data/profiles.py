@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from knapformer.data.profile import Flops, LayerShape, Profile, Sample, Terms, Timing
+from knapformer.data.profile import Flops, LayerShape, MeasuredPack, Profile, Terms, Timing
 from knapformer.tools.calibrate.fitting import additivity, fit_laws
 
 HEADS = 3
@@ -18,7 +18,7 @@ PACKS = [(n,) for n in (64, 91, 128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 
 PACKS += [(64,) * 7, (91,) * 5, (512, 512), (362,) * 3, (64, 1024, 256), (91, 724, 1448), (128, 128, 2048)]
 
 
-def samples_of(row: Callable[[str, float], float] | None = None, noise: float = 0.0) -> list[Sample]:
+def samples_of(row: Callable[[str, float], float] | None = None, noise: float = 0.0) -> list[MeasuredPack]:
     """Samples of `TRUE`, or with another time per row (phase, length); packs with a length halfway are held out."""
     rng = np.random.default_rng(0)
 
@@ -35,11 +35,11 @@ def samples_of(row: Callable[[str, float], float] | None = None, noise: float = 
             layer[phase] = timing(float(terms.token_seconds(sum(lengths), len(lengths))) + rows)
             attention[phase] = timing(rows)
         held_out = any(n in (91, 181, 362, 724, 1448, 2896) for n in lengths)
-        samples.append(Sample(lengths, held_out, 5, layer, attention))
+        samples.append(MeasuredPack(lengths, held_out, 5, layer, attention))
     return samples
 
 
-def profile_of(samples: list[Sample] | None = None) -> Profile:
+def profile_of(samples: list[MeasuredPack] | None = None) -> Profile:
     """A whole profile, fitted to samples of `TRUE`."""
     samples = samples or samples_of()
     fits, recommended = fit_laws(samples, HEADS, FLOPS)

@@ -81,7 +81,7 @@ def test_trace_file(tmp_path: Path) -> None:
         assert lengths(load_workload(path, num_steps=4)) == lengths(trace)
     with pytest.raises(SpecError, match="ask for 1 to 3"):
         load_workload(path, num_steps=0)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read"):
         load_workload(str(tmp_path / "none.json"))
 
 

@@ -16,9 +16,9 @@ does, `backward` follows it. So a checkpointed layer costs all three, another on
 `per_qk_pair * L` and so take the prices of `terms`, also where `table` predicts better.
 """
 
-import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from knapformer.data.reading import Reader
+from knapformer import files
 from knapformer.errors import CalibrationError
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
 
@@ -40,6 +40,19 @@ FITS = ("two_term", "terms", "table")
 SHIPPED = Path(__file__).parent / "profiles"
 
 Floats = NDArray[np.float64]
+
+
+def _check(holder: object, *names: str, least: float = 0) -> None:
+    for name in names:
+        value = getattr(holder, name)
+        if not least <= value < math.inf:
+            raise CalibrationError(f"{name} is {value!r}; it must be a finite number of at least {least}")
+
+
+def _check_keys(holder: object, allowed: Collection[str], *names: str) -> None:
+    for name in names:
+        if set(getattr(holder, name)) != set(allowed):
+            raise CalibrationError(f"{name} has {sorted(getattr(holder, name))}; it must have {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,13 @@ class Terms:
     lengths: tuple[int, ...] = ()
     row: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check(self, "token", "per_qk_pair", "sequence", "step")
+        if len(self.lengths) != len(self.row) or not _rises((0, *self.lengths), strictly=True):
+            raise CalibrationError(f"lengths are {self.lengths}; expected {len(self.row)} rising ones, as 'row' has")
+        if not _rises((0.0, *self.row)):
+            raise CalibrationError(f"row is {self.row}; expected finite times that do not fall with the length")
+
     def row_seconds(self, length: ArrayLike) -> Floats:
         """Time of one attention row in sequences of `length` tokens [s]: linear between entries of the table.
 
@@ -76,6 +96,11 @@ class Terms:
     def token_seconds(self, tokens: ArrayLike, sequences: ArrayLike = 0) -> Floats:
         """Everything but attention, on ranks with `tokens` and shards of `sequences`, and the layer's constant [s]."""
         return self.step + self.token * np.asarray(tokens) + self.sequence * np.asarray(sequences, dtype=np.float64)
+
+
+def _rises(values: Sequence[float], *, strictly: bool = False) -> bool:
+    steps = np.diff(values)
+    return bool(np.isfinite(steps).all() and (steps > 0 if strictly else steps >= 0).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +120,10 @@ class Fit:
     worst_error: float
     phase_error: Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        _check(self, "gamma", "mean_error", "worst_error")
+        _check_keys(self, PHASES, "phases", "phase_error")
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -107,10 +136,13 @@ class Timing:
     low: float
     high: float
 
+    def __post_init__(self) -> None:
+        _check(self, "seconds", "low", "high")
+
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One measured pack.
+class MeasuredPack:
+    """Sequences that were run through a layer together, and how long that took.
 
     Attributes:
         lengths: of its sequences [tokens].
@@ -125,6 +157,12 @@ class Sample:
     runs: int
     layer: Mapping[str, Timing]
     attention: Mapping[str, Timing]
+
+    def __post_init__(self) -> None:
+        _check(self, "runs", least=1)
+        _check_keys(self, PHASES, "layer", "attention")
+        if min(self.lengths, default=1) < 1:
+            raise CalibrationError(f"lengths are {self.lengths}; each must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +184,10 @@ class LayerShape:
     num_layers: int
     dtype: str
 
+    def __post_init__(self) -> None:
+        _check(self, "d_model", "num_heads", "head_dim", "num_layers", least=1)
+        _check(self, "mlp_ratio")
+
 
 @dataclass(frozen=True, slots=True)
 class Flops:
@@ -154,6 +196,9 @@ class Flops:
     token: float
     per_qk_pair: float
     sequence: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "token", "per_qk_pair", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +228,14 @@ class Profile:
     fits: Mapping[str, Fit]
     recommended: str
     additivity: float
-    samples: tuple[Sample, ...] = field(default=(), repr=False)
+    samples: tuple[MeasuredPack, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        _check(self, "additivity")
+        _check_keys(self, PHASES, "flops")
+        _check_keys(self, FITS, "fits")
+        if self.recommended not in FITS:
+            raise CalibrationError(f"recommended is {self.recommended!r}; expected one of {', '.join(FITS)}")
 
     @property
     def gamma(self) -> float:
@@ -229,13 +281,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the profile; its folder is made. Raises `CalibrationError` if it cannot be written."""
-        target = Path(path)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CalibrationError(f"cannot write the profile {str(target)!r}: {error}") from error
-        return target
+        return files.write_json(path, self.to_json(), indent=1, error=CalibrationError)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -247,76 +293,46 @@ class Profile:
         file = Path(path)
         if not file.exists() and str(path) in shipped_profiles():
             file = SHIPPED / f"{path}.json"
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
+        if not file.is_file():
             raise CalibrationError(
-                f"cannot read the profile {str(path)!r}: {error.strerror or error}; `knapformer calibrate` writes one, "
-                f"and {', '.join(shipped_profiles()) or 'none'} ship with the library"
-            ) from error
-        except ValueError as error:
-            raise CalibrationError(f"{file}: not JSON ({error})") from error
-        return cls.from_json(data, str(file))
+                f"cannot read the profile {str(path)!r}: there is no such file; `knapformer calibrate` writes one, and "
+                f"{', '.join(shipped_profiles()) or 'none'} ship with the library"
+            )
+        return cls.from_json(files.read_json(file, Any, error=CalibrationError), str(file))
 
     @classmethod
     def from_json(cls, data: object, source: str = "profile") -> Self:
         """Read `to_json`'s data; `source` names it in errors."""
-        top = Reader(data, source)
-        if top.get("kind", str) != "profile" or top.get("schema", int) != SCHEMA:
-            raise top.error("schema", data, f"a profile of schema {SCHEMA}; write it again with `knapformer calibrate`")
-        shape, flops, fits = top.child("shape"), top.child("flops"), top.child("fits")
-        recommended = top.get("recommended", str)
-        if recommended not in FITS:
-            raise top.error("recommended", recommended, f"one of {', '.join(FITS)}")
-        return cls(
-            name=top.get("name", str),
-            device=top.get("device", dict),
-            versions=top.get("versions", dict),
-            kernel=top.get("kernel", str),
-            shape=LayerShape(
-                block=shape.get("block", str),
-                **{name: shape.whole(name) for name in ("d_model", "num_heads", "head_dim", "num_layers")},
-                mlp_ratio=shape.number("mlp_ratio"),
-                dtype=shape.get("dtype", str),
-            ),
-            flops={phase: flops.child(phase).numbers(Flops) for phase in PHASES},
-            fits={name: _fit(fits.child(name)) for name in FITS},
-            recommended=recommended,
-            additivity=top.number("additivity"),
-            samples=tuple(_sample(sample) for sample in top.children("samples")),
-        )
+        head = files.convert(data, _Head, source, error=CalibrationError)
+        if head != _Head(SCHEMA, "profile"):
+            raise CalibrationError(
+                f"{source}: is a {head.kind!r} of schema {head.schema}; expected a 'profile' of schema {SCHEMA}; "
+                "write it again with `knapformer calibrate`"
+            )
+        profile = files.convert(data, cls, source, error=CalibrationError)
+        if missing := _missing(asdict(profile), data):
+            raise CalibrationError(f"{source}: {missing.removeprefix('.')} is missing; a profile has everything")
+        return profile
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    schema: int
+    kind: str
+
+
+def _missing(wanted: Any, given: Any, place: str = "") -> str:
+    """Where the first value stands that is wanted and not given: fields with a default may not be left out of files."""
+    if isinstance(wanted, (list, tuple)):
+        wanted = dict(enumerate(wanted))
+    for key, value in wanted.items() if isinstance(wanted, Mapping) else ():
+        if isinstance(given, Mapping) and key not in given:
+            return f"{place}.{key}"
+        if found := _missing(value, given[key], f"{place}.{key}"):
+            return found
+    return ""
 
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that ship with the library."""
     return sorted(path.stem for path in SHIPPED.glob("*.json"))
-
-
-def _fit(data: Reader) -> Fit:
-    phases, errors = data.child("phases"), data.child("phase_error")
-    return Fit(
-        phases={phase: _terms(phases.child(phase)) for phase in PHASES},
-        phase_error={phase: errors.number(phase) for phase in PHASES},
-        **{name: data.number(name) for name in ("gamma", "mean_error", "worst_error")},
-    )
-
-
-def _terms(data: Reader) -> Terms:
-    lengths, row = data.column("lengths", whole=True), data.column("row")
-    if len(lengths) != len(row) or sorted(set(lengths)) != list(lengths):
-        raise data.error("lengths", lengths, f"{len(row)} rising lengths, one for each entry of 'row'")
-    if sorted(row) != list(row):
-        raise data.error("row", row, "times that do not fall with the length")
-    prices = {name: data.number(name) for name in ("token", "per_qk_pair", "sequence", "step")}
-    return Terms(**prices, lengths=tuple(int(length) for length in lengths), row=tuple(row))
-
-
-def _sample(data: Reader) -> Sample:
-    layer, attention = data.child("layer"), data.child("attention")
-    return Sample(
-        lengths=tuple(int(length) for length in data.column("lengths", whole=True)),
-        held_out=data.get("held_out", bool),
-        runs=data.whole("runs"),
-        layer={phase: layer.child(phase).numbers(Timing) for phase in PHASES},
-        attention={phase: attention.child(phase).numbers(Timing) for phase in PHASES},
-    )

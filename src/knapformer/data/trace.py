@@ -13,7 +13,6 @@ need not.
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +21,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from knapformer import files
 from knapformer.errors import DataError, SpecError
 from knapformer.plan import Sequences
 from knapformer.plan.sequences import MAX_LENGTH
-
-
-def _read_only(lengths: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
-    columns = tuple(np.array(row, dtype=np.int64) for row in lengths)
-    for row in columns:
-        row.flags.writeable = False
-    return columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +40,8 @@ class TraceStep:
     text_lens: tuple[NDArray[np.int64], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seq_lens", _read_only(self.seq_lens))
-        object.__setattr__(self, "text_lens", _read_only(self.text_lens))
+        object.__setattr__(self, "seq_lens", _columns(self.seq_lens))
+        object.__setattr__(self, "text_lens", _columns(self.text_lens))
 
     @property
     def num_sequences(self) -> int:
@@ -155,65 +148,61 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
         DataError: if the file cannot be read or breaks the format; the message names the file, step and rank.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"trace file {os.fspath(path)!r} cannot be read: {error.strerror or error}") from error
-    return decode_trace(data, origin=os.fspath(path))
+    return decode_trace(files.read_bytes(path), origin=os.fspath(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    seq_lens: list[list[int]]
+    text_lens: list[list[int]]
+
+    def __post_init__(self) -> None:
+        for key in ("seq_lens", "text_lens"):
+            for rank, row in enumerate(getattr(self, key)):
+                if row and (largest := max(row, key=abs)) and abs(largest) > MAX_LENGTH:
+                    raise DataError(f"rank {rank}: {key} holds {largest!r:.60}; allowed are {MAX_LENGTH} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    meta: dict[str, Any]
+    steps: list[_Step]
+
+
+@dataclass(frozen=True, slots=True)
+class _Meta:
+    """What is used of `meta`; anything else may be in it."""
+
+    world: int
+    name: str | None = None
+    n_steps: int | None = None
+    text: str = "joint"
+    d_model: int | None = None
+    heads: int | None = None
+    ranks_per_node: int | None = None
 
 
 def decode_trace(data: bytes, *, origin: str) -> Trace:
-    """Trace from the bytes of a file; gzip is recognised by content. `origin` names the file in messages."""
-    try:
-        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        content = json.loads(text)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise DataError(f"trace file {origin!r} is not JSON (plain or gzip): {error}") from error
-    try:
-        return _parse(content, default_name=Path(origin).name.split(".", 1)[0])
-    except DataError as error:
-        raise DataError(f"trace file {origin!r}: {error}") from error
-
-
-def _parse(content: Any, *, default_name: str) -> Trace:
-    meta = _get(content, "meta", dict, "the file")
-    steps = _get(content, "steps", list, "the file")
-    world_size = _get(meta, "world", int, "meta")
-    name = str(meta.get("name", default_name))
-    if "n_steps" in meta and meta["n_steps"] != len(steps):
+    """Trace from JSON. `origin` names the file in messages."""
+    file = files.decode_json(data, _File, origin)
+    meta = files.convert({"meta": file.meta}, dict[str, _Meta], origin)["meta"]
+    if meta.n_steps not in (None, len(file.steps)):
         raise DataError(
-            f"meta.n_steps is {meta['n_steps']!r} but there are {len(steps)} steps; was the file cut short?"
+            f"{origin}: meta.n_steps is {meta.n_steps} but there are {len(file.steps)} steps; was the file cut short?"
         )
-    parsed: list[TraceStep] = []
-    for number, step in enumerate(steps):
-        seq_lens, text_lens = (
-            tuple(
-                _lengths(row, where=f"step {number}, rank {rank}: {key}")
-                for rank, row in enumerate(_get(step, key, list, f"step {number}"))
-            )
-            for key in ("seq_lens", "text_lens")
-        )
-        parsed.append(TraceStep(seq_lens, text_lens))
-    return Trace(name, world_size, tuple(parsed), meta)
+    steps = tuple(TraceStep(_columns(step.seq_lens), _columns(step.text_lens)) for step in file.steps)
+    try:
+        return Trace(meta.name or Path(origin).name.split(".", 1)[0], meta.world, steps, file.meta)
+    except DataError as error:
+        raise DataError(f"{origin}: {error}") from error
 
 
-def _get(holder: Any, key: str, kind: type, where: str) -> Any:
-    if not isinstance(holder, dict):
-        raise DataError(f"{where} must be a JSON object, got {type(holder).__name__}")
-    if key not in holder:
-        raise DataError(f"{where} has no key {key!r}; it has {sorted(holder)}")
-    if type(holder[key]) is not kind:
-        raise DataError(f"{where}: {key!r} must be of type {kind.__name__}, got {type(holder[key]).__name__}")
-    return holder[key]
-
-
-def _lengths(row: Any, *, where: str) -> NDArray[np.int64]:
-    if type(row) is not list:
-        raise DataError(f"{where} must be a list of lengths, got {row!r:.60}")
-    for value in row:
-        if type(value) is not int or abs(value) > MAX_LENGTH:
-            raise DataError(f"{where} holds {value!r:.60}; lengths are whole numbers of at most {MAX_LENGTH} tokens")
-    return np.array(row, dtype=np.int64)
+def _columns(rows: Sequence[Sequence[int] | NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
+    """A read-only array for each rank."""
+    columns = tuple(np.array(row, dtype=np.int64) for row in rows)
+    for column in columns:
+        column.flags.writeable = False
+    return columns
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -227,4 +216,4 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
         for step in trace.steps
     ]
     data = json.dumps({"meta": meta, "steps": steps}, separators=(",", ":")).encode()
-    target.write_bytes(gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)
+    files.write_bytes(target, gzip.compress(data, 9, mtime=0) if target.name.endswith(".gz") else data)

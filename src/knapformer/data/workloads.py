@@ -8,23 +8,22 @@ import difflib
 import re
 import warnings
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 from knapformer.data.codes import generate_trace
 from knapformer.data.profile import Profile
-from knapformer.data.trace import Trace, decode_trace, read_trace
+from knapformer.data.trace import Trace, read_trace
 from knapformer.errors import KnapFormerWarning, SpecError
 from knapformer.plan import Cluster, CostModel
 
+_PRESETS = Path(__file__).parent / "presets"
 _SUFFIX = ".json.gz"
 
 
 @cache
 def preset_names() -> tuple[str, ...]:
     """Names of the shipped presets. The number at the end is the world size; without it, the largest one is meant."""
-    folder = files("knapformer.data") / "presets"
-    return tuple(sorted(entry.name.removesuffix(_SUFFIX) for entry in folder.iterdir() if entry.name.endswith(_SUFFIX)))
+    return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in _PRESETS.glob(f"*{_SUFFIX}")))
 
 
 def load_workload(text: str, *, world_size: int | None = None, num_steps: int | None = None, seed: int = 0) -> Trace:
@@ -110,8 +109,7 @@ def _load_preset(
 
 @cache
 def _read_preset(name: str) -> Trace:
-    file = files("knapformer.data") / "presets" / f"{name}{_SUFFIX}"
-    return decode_trace(file.read_bytes(), origin=file.name)
+    return read_trace(_PRESETS / f"{name}{_SUFFIX}")
 
 
 def _warn_seed(text: str, seed: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from knapformer.data.profile import FITS, PHASES, PLAIN, Fit, Floats, Flops, Sample, Terms
+from knapformer.data.profile import FITS, PHASES, PLAIN, Fit, Floats, Flops, MeasuredPack, Terms
 from knapformer.errors import CalibrationError
 from knapformer.train.least_squares import non_negative
 
@@ -22,7 +22,7 @@ WORTH = 0.9
 """A law with more freedom is recommended only if its error is below this share of the simpler one's, and by 0.1 %."""
 
 
-def fit_laws(samples: Sequence[Sample], num_heads: int, flops: dict[str, Flops]) -> tuple[dict[str, Fit], str]:
+def fit_laws(samples: Sequence[MeasuredPack], num_heads: int, flops: dict[str, Flops]) -> tuple[dict[str, Fit], str]:
     """Fit all laws.
 
     Args:
@@ -58,21 +58,21 @@ def fit_laws(samples: Sequence[Sample], num_heads: int, flops: dict[str, Flops])
     return fits, recommended
 
 
-def relative_errors(samples: Sequence[Sample], phases: dict[str, Terms], num_heads: int) -> Floats:
+def relative_errors(samples: Sequence[MeasuredPack], phases: dict[str, Terms], num_heads: int) -> Floats:
     """|modelled / measured - 1| of each sample, over the given phases together."""
     measured = np.array([sum(s.layer[p].seconds for p in phases) for s in samples])
     modelled = np.array([sum(_modelled(s, terms, num_heads) for terms in phases.values()) for s in samples])
     return np.abs(modelled / measured - 1)
 
 
-def additivity(samples: Sequence[Sample], terms: dict[str, Terms]) -> float:
+def additivity(samples: Sequence[MeasuredPack], terms: dict[str, Terms]) -> float:
     """Mean over packs of several lengths of |pack / sum of its sequences measured alone - 1|.
 
     Sequences that were not measured alone make a pack unusable for this. The layer's constant is in each part, and is
     taken off but once. Raises `CalibrationError` if no pack is usable.
     """
 
-    def seconds(sample: Sample) -> float:
+    def seconds(sample: MeasuredPack) -> float:
         return sum(sample.layer[p].seconds for p in PHASES)
 
     step = sum(terms[p].step for p in PHASES)
@@ -101,18 +101,18 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
 # -- the laws ---------------------------------------------------------------------------------------------------------
 
 
-def _two_term(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+def _two_term(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
     columns = _columns(samples, num_heads)[:, 2:]
     token, per_qk_pair = _relative(columns, _seconds(samples, phase))
     return Terms(token, per_qk_pair)
 
 
-def _terms(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+def _terms(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
     step, sequence, token, per_qk_pair = _relative(_columns(samples, num_heads), _seconds(samples, phase))
     return Terms(token, per_qk_pair, sequence, step)
 
 
-def _table(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
+def _table(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
     equal = [s for s in samples if len(set(s.lengths)) == 1]
     lengths = sorted({s.lengths[0] for s in equal})
     per_row, weights = np.zeros(len(lengths)), np.zeros(len(lengths))
@@ -132,13 +132,13 @@ def _table(samples: Sequence[Sample], phase: str, num_heads: int) -> Terms:
 _LAWS = {"two_term": _two_term, "terms": _terms, "table": _table}
 
 
-def _columns(samples: Sequence[Sample], num_heads: int) -> Floats:
+def _columns(samples: Sequence[MeasuredPack], num_heads: int) -> Floats:
     """(N, 4): 1, sequences, tokens, row-keys of each pack."""
     packs = [np.asarray(s.lengths, dtype=np.float64) for s in samples]
     return np.array([(1, len(p), p.sum(), num_heads * (p @ p)) for p in packs])
 
 
-def _seconds(samples: Sequence[Sample], phase: str) -> Floats:
+def _seconds(samples: Sequence[MeasuredPack], phase: str) -> Floats:
     return np.array([s.layer[phase].seconds for s in samples])
 
 
@@ -147,7 +147,7 @@ def _relative(columns: Floats, seconds: Floats, target: Floats | None = None) ->
     return non_negative(columns / seconds[:, None], (seconds if target is None else target) / seconds).tolist()
 
 
-def _modelled(sample: Sample, terms: Terms, num_heads: int) -> float:
+def _modelled(sample: MeasuredPack, terms: Terms, num_heads: int) -> float:
     lengths = np.asarray(sample.lengths, dtype=np.float64)
     rows = num_heads * lengths @ terms.row_seconds(lengths)
     return float(terms.token_seconds(lengths.sum(), len(lengths)) + rows)
@@ -161,7 +161,7 @@ def _gamma(phases: dict[str, Terms], flops: dict[str, Flops], longest: int) -> f
     return attention / attention_flop * token_flop / token if token and attention_flop else 0.0
 
 
-def _check(fitted: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+def _check(fitted: Sequence[MeasuredPack], held_out: Sequence[MeasuredPack]) -> None:
     """That there is enough, and that all times are positive."""
     lengths = {length for s in fitted for length in s.lengths}
     if len(fitted) < 4 or len(lengths) < 3 or not held_out:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from knapformer.attention import KERNELS, choose_kernel
-from knapformer.data.profile import PHASES, Profile, Sample, Timing
+from knapformer.data.profile import PHASES, MeasuredPack, Profile, Timing
 from knapformer.report import environment
 from knapformer.tools.calibrate.fitting import additivity, fit_laws
 from knapformer.tools.calibrate.flops import count_flops
@@ -122,9 +122,9 @@ def _measure(
     return runs
 
 
-def _sample(pack: Pack, runs: Runs) -> Sample:
+def _sample(pack: Pack, runs: Runs) -> MeasuredPack:
     layer, attention = ({p: _timing([run[k][p] for run in runs]) for p in PHASES} for k in (0, 1))
-    return Sample(pack.lengths, pack.held_out, len(runs), layer, attention)
+    return MeasuredPack(pack.lengths, pack.held_out, len(runs), layer, attention)
 
 
 def _timing(runs: list[float]) -> Timing:
