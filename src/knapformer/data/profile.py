@@ -298,7 +298,7 @@ class Profile:
                 f"cannot read the profile {str(path)!r}: there is no such file; `knapformer calibrate` writes one, and "
                 f"{', '.join(shipped_profiles()) or 'none'} ship with the library"
             )
-        return cls.from_json(files.read_json(file, Any, error=CalibrationError), str(file))
+        return cls.from_json(files.read_json(file, dict[str, Any], error=CalibrationError), str(file))
 
     @classmethod
     def from_json(cls, data: object, source: str = "profile") -> Self:
