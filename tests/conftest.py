@@ -1,8 +1,14 @@
 """Settings shared by all tests. The multi-rank harness is in `tests/ranks.py`."""
 
+import os
+
 from hypothesis import settings
 
 from tests.ranks import close_pools
+
+# For torch here, which test modules import later, and in processes that tests start. Threads of one small tensor that
+# wait for each other on a busy machine make tests eight times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The deadline of an example is wall time, which a shared machine does not keep.
 settings.register_profile("knapformer", deadline=None)
