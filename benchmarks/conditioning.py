@@ -5,7 +5,7 @@
     expanded    x * (1 + scale[index]) + shift[index] as autograd has it: (tokens, width) rows made, kept for backward
     segments    one operation per sequence on its rows, which lie together, and one concatenation
     whole       an autograd.Function that keeps x, scale and index; its temporaries are of full size
-    blocks      the same, 256 rows at a time: what `knapformer.models.conditioning` does
+    blocks      the same, 256 rows at a time: what `knapformer.attention.rows` does
 
 Values of a step, which is one `modulate` and one `add_gated` of a block, forward and backward: CPU seconds of one
 thread; `kept_bytes`, what forward leaves for backward beside its inputs and outputs; `peak_bytes`, most bytes alive
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from knapformer.models import conditioning
+from knapformer.attention import rows as row_operations
 from knapformer.report import RecordWriter, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,15 +45,15 @@ def segments(x: Tensor, branch: Tensor, mod: Tensor, _: Tensor, lens: list[int])
 
 def blocks(x: Tensor, branch: Tensor, mod: Tensor, index: Tensor, _: list[int]) -> Tensor:
     shift, scale, gate = mod.unbind(1)
-    return conditioning.add_gated(conditioning.modulate(x, shift, scale, index), branch, gate, index)
+    return row_operations.add_gated(row_operations.modulate(x, shift, scale, index), branch, gate, index)
 
 
 def whole(x: Tensor, branch: Tensor, mod: Tensor, index: Tensor, lens: list[int]) -> Tensor:
-    rows, conditioning.BLOCK_ROWS = conditioning.BLOCK_ROWS, len(x)
+    block, row_operations.BLOCK_ROWS = row_operations.BLOCK_ROWS, len(x)
     try:
         return blocks(x, branch, mod, index, lens)
     finally:
-        conditioning.BLOCK_ROWS = rows
+        row_operations.BLOCK_ROWS = block
 
 
 WAYS: dict[str, Callable[..., Tensor]] = {
@@ -106,7 +106,7 @@ def main() -> int:
             "tokens": args.tokens,
             "width": args.width,
             "sequences": num_sequences,
-            "block": conditioning.BLOCK_ROWS,
+            "block": row_operations.BLOCK_ROWS,
         }
         names = {way: f"{way} x{num_sequences}" for way in WAYS}
         writers = {way: RecordWriter(args.output, name, config, "cpu, 1 thread") for way, name in names.items()}

@@ -1,4 +1,4 @@
-"""Conditioning: sinusoids, per-sequence rows reaching their tokens, guidance."""
+"""Conditioning: sinusoids, modulation vectors, guidance."""
 
 import math
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from knapformer.errors import SpecError
-from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig, conditioning
-from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate, timestep_embedding
+from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig
+from knapformer.models.conditioning import Conditioner, Modulation, timestep_embedding
 from tests.models.reference import LoopLayout, forward_packed, make_samples
 
 
@@ -30,68 +30,6 @@ def test_timestep_embedding_by_definition():
 def test_timestep_embedding_dtype_and_no_rows():
     assert timestep_embedding(torch.rand(2), torch.float64).dtype == torch.float64
     assert timestep_embedding(torch.empty(0), torch.float32).shape == (0, 256)
-
-
-def test_modulate_and_add_gated_by_definition():
-    x, branch, index = normal(5, 3), normal(5, 3, seed=1), torch.tensor([1, 0, 1, 2, 0])
-    shift, scale, gate = normal(3, 3, seed=2), normal(3, 3, seed=3), normal(3, 3, seed=4)
-    modulated, added = modulate(x, shift, scale, index), add_gated(x, branch, gate, index)
-    for token, row in enumerate(index.tolist()):
-        torch.testing.assert_close(modulated[token], x[token] * (1 + scale[row]) + shift[row], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(added[token], x[token] + gate[row] * branch[token], rtol=1e-12, atol=1e-12)
-    # Mutation: the rows of another sequence must not pass.
-    assert float((modulate(x, shift, scale, (index + 1) % 3) - modulated).abs().max()) > 0.1
-    assert float((add_gated(x, branch, gate, (index + 1) % 3) - added).abs().max()) > 0.1
-
-
-def test_gradients_of_rows_sum_over_their_tokens():
-    x, index = normal(5, 3), torch.tensor([1, 0, 1, 1, 0])
-    shift, scale = normal(3, 3, seed=2).requires_grad_(), normal(3, 3, seed=3).requires_grad_()
-    modulate(x, shift, scale, index).sum().backward()
-    assert shift.grad is not None
-    assert scale.grad is not None
-    assert shift.grad[:, 0].tolist() == [2, 3, 0]
-    torch.testing.assert_close(scale.grad[1], x[index == 1].sum(0), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("block", [1, 2, 5, 100])
-def test_blocks_of_rows_change_nothing(monkeypatch, block):
-    """Against autograd of the expanded formula; one sequence without tokens, and as many sequences as tokens."""
-    monkeypatch.setattr(conditioning, "BLOCK_ROWS", block)
-    for index in (torch.tensor([1, 0, 1, 2, 0]), torch.arange(5), torch.empty(0, dtype=torch.int64)):
-        x, branch = (normal(len(index), 3, seed=n).requires_grad_() for n in (0, 1))
-        shift, scale, gate = (normal(5, 3, seed=n).requires_grad_() for n in (2, 3, 4))
-        expected = x * (1 + scale[index]) + shift[index] + gate[index] * branch
-        got = add_gated(modulate(x, shift, scale, index), branch, gate, index)
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-        grad = normal(len(index), 3, seed=5)
-        inputs = x, branch, shift, scale, gate
-        for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (got, expected)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_nothing_is_expanded_for_backward():
-    x, branch, index = normal(40, 3).requires_grad_(), normal(40, 3, seed=1), torch.arange(40) % 3
-    shift, scale, gate = (normal(3, 3, seed=n).requires_grad_() for n in (2, 3, 4))
-
-    def kept(compute):
-        storages = {tensor.untyped_storage().data_ptr() for tensor in (x, branch, index)}
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            compute()
-        return [len(t) for t in saved if t.untyped_storage().data_ptr() not in storages and len(t) == 40]
-
-    assert not kept(lambda: add_gated(modulate(x, shift, scale, index), branch, gate, index))
-    assert kept(lambda: x * (1 + scale[index]) + shift[index])  # the measure notices expansion
-
-
-def test_gradients_of_rows_add_up_in_full_precision():
-    """4,096 ones in bf16 add up to 256."""
-    shift = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    x = torch.ones(4096, 2, dtype=torch.bfloat16)
-    modulate(x, shift, shift.detach(), torch.zeros(4096, dtype=torch.int64)).sum().backward()
-    assert shift.grad is not None
-    assert shift.grad.tolist() == [[4096, 4096]]
 
 
 def test_modulation_splits_in_order():

@@ -4,14 +4,16 @@ Reading order: `packed` (what a model asks of a layout), `dit` (the shortest com
 `cross_dit` (text beside the sequences), then `conditioning`, `rope`, `layers`, `init` as needed.
 """
 
+from knapformer.attention.rotation import Rotation, rotate
+from knapformer.attention.rows import merge_streams, split_streams
 from knapformer.models.compiled import compile_blocks, piece
 from knapformer.models.config import BackboneConfig, CostShape
 from knapformer.models.cross_dit import CrossDiT, CrossDiTBlock, CrossDiTConfig, CrossLayout
 from knapformer.models.dit import DiT, DiTBlock, DiTConfig
 from knapformer.models.layers import PackedModel
 from knapformer.models.mmdit import DoubleStreamBlock, MMDiT, MMDiTConfig, SingleStreamBlock
-from knapformer.models.packed import PackedLayout, TokenIndex, merge_streams, split_streams
-from knapformer.models.rope import Rotation, rotate, rotation_from_ids
+from knapformer.models.packed import PackedLayout, TokenIndex
+from knapformer.models.rope import rotation_from_ids
 
 __all__ = [
     "BackboneConfig",

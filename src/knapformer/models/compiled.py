@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
 from knapformer.errors import SpecError
-from knapformer.models.rope import Rotation
 
 
 def piece(method: Callable[..., Any]) -> Any:

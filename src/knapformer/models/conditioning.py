@@ -4,97 +4,25 @@
                                                  + -> vec (S, D) -> Modulation -> shift, scale, gate (S, 3, D)
                          pooled (S, C) -> MLP  /
 
-Everything up to the modulation costs per *sequence*. Only `modulate` and `add_gated` meet tokens; they take rows per
-sequence and each token's row number, so nothing of size (T, 6 D) ever exists. They are the seam for a fused kernel:
-replace their bodies, and every model has it.
+Everything here costs per *sequence*. Tokens meet it in `modulate` and `add_gated` of `knapformer.attention.rows`.
 
-Legend: T tokens on this rank, S sequences that have tokens here, D width, C input channels, F sinusoid channels.
+Legend: S sequences that have tokens here, D width, C input channels, F sinusoid channels.
 """
 
 import math
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from knapformer.attention.rows import compute_dtype
 from knapformer.errors import SpecError
-from knapformer.models.packed import check_rows, compute_dtype
+from knapformer.models.packed import check_rows
 
 SINUSOID_CHANNELS = 256
 # Timesteps run over [0, 1] in rectified flow; the sinusoid was designed for 0..1000 diffusion steps.
 TIME_FACTOR = 1000.0
 MAX_PERIOD = 10_000.0
-# Tokens modulated at a time: few enough for a processor's cache, enough to keep an accelerator busy.
-BLOCK_ROWS = 256
-LAUNCH_ROWS = 16_384
-
-
-def modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, index_T: Tensor) -> Tensor:
-    """x * (1 + scale) + shift, with the shift and scale of each token's own sequence.
-
-    Args:
-        x_TD: Normalised tokens (T, D).
-        shift_SD: One row per sequence (S, D).
-        scale_SD: One row per sequence (S, D).
-        index_T: Row of each token's sequence (T,), int64.
-    """
-    if torch.compiler.is_compiling():  # which fuses the gather
-        return x_TD * (1 + scale_SD.index_select(0, index_T)) + shift_SD.index_select(0, index_T)
-    return cast(Tensor, _Scale.apply(x_TD, 1 + scale_SD, shift_SD, index_T, index_T))
-
-
-def add_gated(x_TD: Tensor, branch_TD: Tensor, gate_SD: Tensor, index_T: Tensor) -> Tensor:
-    """x + gate * branch, with the gate of each token's own sequence; arguments as in `modulate`."""
-    if torch.compiler.is_compiling():
-        return x_TD + gate_SD.index_select(0, index_T) * branch_TD
-    return cast(Tensor, _Scale.apply(branch_TD, gate_SD, x_TD, index_T, None))
-
-
-class _Scale(Function):
-    """x * scale + added: `scale` has a row per sequence, `added` too where it has an index, else one per token.
-
-    A few tokens at a time, so that rows of sequences are never there once per token, neither now nor for backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, scale_SD: Tensor, added: Tensor, index_T: Tensor, added_index_T: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x_TD, scale_SD, index_T)
-        ctx.added_is_per_token, ctx.added_dtype = added_index_T is None, added.dtype
-        dtype = torch.promote_types(torch.promote_types(x_TD.dtype, scale_SD.dtype), added.dtype)
-        out_TD = torch.empty_like(x_TD, dtype=dtype)
-        for rows in _row_blocks(x_TD):
-            index = index_T[rows]
-            more = added[rows] if added_index_T is None else added.index_select(0, index)
-            torch.add(x_TD[rows] * scale_SD.index_select(0, index), more, out=out_TD[rows])
-        return out_TD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad_TD,) = grads
-        x_TD, scale_SD, index_T = ctx.saved_tensors
-        # Many tokens add up to one row: not in half precision.
-        total_SD = torch.zeros_like(scale_SD, dtype=compute_dtype(scale_SD.dtype))
-        added_SD = None if ctx.added_is_per_token else torch.zeros_like(total_SD)
-        grad_x_TD = torch.empty_like(x_TD)
-        for rows in _row_blocks(x_TD):
-            index, grad = index_T[rows], grad_TD[rows]
-            grad_x_TD[rows] = grad * scale_SD.index_select(0, index)
-            total_SD.index_add_(0, index, (grad * x_TD[rows]).to(total_SD.dtype))
-            if added_SD is not None:
-                added_SD.index_add_(0, index, grad.to(added_SD.dtype))
-        grad_added = grad_TD if added_SD is None else added_SD
-        return grad_x_TD, total_SD.to(scale_SD.dtype), grad_added.to(ctx.added_dtype), None, None
-
-
-def _row_blocks(x_TD: Tensor) -> list[slice]:
-    size = BLOCK_ROWS if x_TD.device.type == "cpu" else LAUNCH_ROWS
-    return [slice(start, start + size) for start in range(0, len(x_TD), size)]
 
 
 def timestep_embedding(t_S: Tensor, dtype: torch.dtype, channels: int = SINUSOID_CHANNELS) -> Tensor:

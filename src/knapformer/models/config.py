@@ -12,7 +12,7 @@ Legend: D width, H heads, K = D / H head dim, L tokens of one sequence.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from knapformer.errors import SpecError
 from knapformer.models.rope import check_axes
@@ -71,6 +71,21 @@ class BackboneConfig(ABC):
     qk_norm: bool = True
     qkv_bias: bool = True
     zero_init: bool = False
+
+    TINY: ClassVar[dict[str, Any]] = {"in_channels": 8, "pooled_channels": 10}
+    """Fields of `tiny` models that have no default."""
+
+    @classmethod
+    def tiny(cls, *, num_heads: int = 4, axes_dims: tuple[int, int, int] = (4, 6, 6), **others: Any) -> Self:
+        """A small model (0.2 M parameters by default) for tests and demos, with any number of heads.
+
+        Args:
+            num_heads: H.
+            axes_dims: channels of a head by axis; their sum is the head dim.
+            others: further fields of the configuration.
+        """
+        width = num_heads * sum(axes_dims)
+        return cls(**{**cls.TINY, "width": width, "num_heads": num_heads, "axes_dims": axes_dims, **others})
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "in_channels", "pooled_channels", "width", "num_heads")

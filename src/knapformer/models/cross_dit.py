@@ -13,18 +13,19 @@ Legend: T tokens and N context rows on this rank, S sequences that have tokens h
 """
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated
 from knapformer.models.compiled import piece
-from knapformer.models.conditioning import Conditioner, Embedder, add_gated, modulate
+from knapformer.models.conditioning import Conditioner, Embedder
 from knapformer.models.config import CostShape, check_at_least
 from knapformer.models.dit import DiTBlock, DiTConfig
 from knapformer.models.init import deferred_init
 from knapformer.models.layers import FinalLayer, PackedModel, QKNorm, layer_norm
-from knapformer.models.packed import PackedLayout, check_rows, compute_dtype
-from knapformer.models.rope import Rotation, rotation_from_ids
+from knapformer.models.packed import PackedLayout, check_rows
 
 
 class CrossLayout(PackedLayout, Protocol):
@@ -53,31 +54,12 @@ class CrossDiTConfig(DiTConfig):
     text_channels: int
     typical_text: int = 128
 
+    TINY: ClassVar[dict[str, Any]] = {**DiTConfig.TINY, "text_channels": 12}
+
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
         check_at_least(self, 1, "text_channels")
         check_at_least(self, 0, "typical_text")
-
-    @classmethod
-    def tiny(
-        cls,
-        *,
-        num_heads: int = 4,
-        axes_dims: tuple[int, int, int] = (4, 6, 6),
-        depth: int = 2,
-        zero_init: bool = False,
-    ) -> Self:
-        """A small model for tests and demos, with any number of heads."""
-        return cls(
-            in_channels=8,
-            text_channels=12,
-            pooled_channels=10,
-            width=num_heads * sum(axes_dims),
-            num_heads=num_heads,
-            depth=depth,
-            axes_dims=axes_dims,
-            zero_init=zero_init,
-        )
 
     def cost_shape(self) -> CostShape:
         """Per token, queries and outputs of cross-attention cost 4 D^2 more, its logits and sums 4 D a context row."""
@@ -118,9 +100,7 @@ class CrossDiTBlock(DiTBlock):
     @piece
     def after_cross(self, x_TD: Tensor, crossed_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
         """Cross-attention's output projection, and the MLP."""
-        shift, scale, gate = mod_S6D[:, 3:].unbind(1)
-        x_TD = x_TD + self.cross_proj(crossed_THK.flatten(1))
-        return add_gated(x_TD, self.mlp(modulate(layer_norm(x_TD), shift, scale, index_T)), gate, index_T)
+        return self.feed(x_TD + self.cross_proj(crossed_THK.flatten(1)), mod_S6D, index_T)
 
 
 class CrossDiT(PackedModel):
@@ -135,8 +115,6 @@ class CrossDiT(PackedModel):
             self.conditioner = Conditioner(config.pooled_channels, config.width)
             self.dit_blocks = nn.ModuleList(CrossDiTBlock(config) for _ in range(config.depth))
             self.final_layer = FinalLayer(config)
-        if self.x_in.weight.device.type != "meta":
-            self.init_weights()
 
     def blocks(self) -> list[nn.Module]:
         return [*self.dit_blocks]
@@ -166,13 +144,10 @@ class CrossDiT(PackedModel):
         Raises:
             SpecError: an input does not fit the layout or the configuration.
         """
-        config, dtype = self.config, self.x_in.weight.dtype
-        check_rows("x", x, (layout.num_tokens, config.in_channels), "packed token")
-        check_rows("text", text, (layout.num_context_rows, config.text_channels), "context row")
-        check_rows("ids", ids, (layout.num_tokens, 3), "packed token")
-        rotation = rotation_from_ids(ids, config.axes_dims, config.theta, compute_dtype(dtype))
-        vec_SD = self.conditioner(timestep, pooled, None, layout.num_sequences)
-        x_TD, text_ND = self.x_in(x.to(dtype)), self.text_in(text)
+        check_rows("x", x, (layout.num_tokens, self.config.in_channels), "packed token")
+        check_rows("text", text, (layout.num_context_rows, self.config.text_channels), "context row")
+        vec_SD, rotation = self.condition(timestep, pooled, None, ids, layout)
+        x_TD, text_ND = self.x_in(x.to(self.x_in.weight.dtype)), self.text_in(text)
         for block in self.dit_blocks:
             x_TD = block(x_TD, text_ND, vec_SD, rotation, layout)
         return self.final_layer(x_TD, vec_SD, layout.sequence_index)

@@ -8,17 +8,17 @@ Legend: T tokens on this rank, S sequences that have tokens here, D width, H hea
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation, rotate
 from knapformer.models.compiled import piece
-from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate
+from knapformer.models.conditioning import Conditioner
 from knapformer.models.config import BackboneConfig, check_at_least
 from knapformer.models.init import deferred_init
-from knapformer.models.layers import FinalLayer, HeadProjection, Mlp, PackedModel, layer_norm
-from knapformer.models.packed import PackedLayout, check_rows, compute_dtype
-from knapformer.models.rope import Rotation, rotate, rotation_from_ids
+from knapformer.models.layers import AdaLNLayer, FinalLayer, PackedModel
+from knapformer.models.packed import PackedLayout, check_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class DiTConfig(BackboneConfig):
 
     depth: int
 
+    TINY: ClassVar[dict[str, Any]] = {**BackboneConfig.TINY, "depth": 2}
+
     def __post_init__(self) -> None:
         BackboneConfig.__post_init__(self)  # no super(): slots make the decorator replace the class it would find
         check_at_least(self, 1, "depth")
@@ -39,36 +41,9 @@ class DiTConfig(BackboneConfig):
     def num_layers(self) -> int:
         return self.depth
 
-    @classmethod
-    def tiny(
-        cls,
-        *,
-        num_heads: int = 4,
-        axes_dims: tuple[int, int, int] = (4, 6, 6),
-        depth: int = 2,
-        zero_init: bool = False,
-    ) -> Self:
-        """A small model (0.2 M parameters by default) for tests and demos, with any number of heads."""
-        return cls(
-            in_channels=8,
-            pooled_channels=10,
-            width=num_heads * sum(axes_dims),
-            num_heads=num_heads,
-            depth=depth,
-            axes_dims=axes_dims,
-            zero_init=zero_init,
-        )
 
-
-class DiTBlock(nn.Module):
-    """Attention, then MLP; shift, scale and gate of each come from the conditioning vector."""
-
-    def __init__(self, config: DiTConfig):
-        super().__init__()
-        self.mod = Modulation(config.width, 6)
-        self.attn = HeadProjection(config)
-        self.proj = nn.Linear(config.width, config.width)
-        self.mlp = Mlp(config)
+class DiTBlock(AdaLNLayer):
+    """Attention, then MLP."""
 
     def forward(self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout) -> Tensor:
         """Packed tokens (T, D) to packed tokens."""
@@ -81,18 +56,13 @@ class DiTBlock(nn.Module):
         self, x_TD: Tensor, vec_SD: Tensor, rotation: Rotation, index_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Modulation, which is needed again after attention, and queries, keys and values."""
-        mod_S6D = self.mod(vec_SD)
-        shift, scale = mod_S6D[:, :2].unbind(1)
-        q_THK, k_THK, v_THK = self.attn(modulate(layer_norm(x_TD), shift, scale, index_T))
+        mod_S6D, (q_THK, k_THK, v_THK) = self.start(x_TD, vec_SD, index_T)
         return mod_S6D, rotate(q_THK, rotation), rotate(k_THK, rotation), v_THK
 
     @piece
     def after_attention(self, x_TD: Tensor, attended_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
-        """Attention's output projection and the MLP, each gated into the residual stream."""
-        gate_attn, shift_mlp, scale_mlp, gate_mlp = mod_S6D[:, 2:].unbind(1)
-        x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), gate_attn, index_T)
-        hidden = self.mlp(modulate(layer_norm(x_TD), shift_mlp, scale_mlp, index_T))
-        return add_gated(x_TD, hidden, gate_mlp, index_T)
+        """Attention's output projection and the MLP."""
+        return self.finish(x_TD, attended_THK, mod_S6D, index_T)
 
 
 class DiT(PackedModel):
@@ -106,8 +76,6 @@ class DiT(PackedModel):
             self.conditioner = Conditioner(config.pooled_channels, config.width)
             self.dit_blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.depth))
             self.final_layer = FinalLayer(config)
-        if self.x_in.weight.device.type != "meta":
-            self.init_weights()
 
     def blocks(self) -> list[nn.Module]:
         return [*self.dit_blocks]
@@ -130,12 +98,9 @@ class DiT(PackedModel):
         Raises:
             SpecError: an input does not fit the layout or the configuration.
         """
-        config, dtype = self.config, self.x_in.weight.dtype
-        check_rows("x", x, (layout.num_tokens, config.in_channels), "packed token")
-        check_rows("ids", ids, (layout.num_tokens, 3), "packed token")
-        rotation = rotation_from_ids(ids, config.axes_dims, config.theta, compute_dtype(dtype))
-        vec_SD = self.conditioner(timestep, pooled, None, layout.num_sequences)
-        x_TD = self.x_in(x.to(dtype))
+        check_rows("x", x, (layout.num_tokens, self.config.in_channels), "packed token")
+        vec_SD, rotation = self.condition(timestep, pooled, None, ids, layout)
+        x_TD = self.x_in(x.to(self.x_in.weight.dtype))
         for block in self.dit_blocks:
             x_TD = block(x_TD, vec_SD, rotation, layout)
         return self.final_layer(x_TD, vec_SD, layout.sequence_index)

@@ -14,6 +14,7 @@ are built without storage (`deferred_init`), allocated once and filled by `fill_
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +27,18 @@ BIAS_STD = 0.02
 
 
 @contextmanager
-def deferred_init(model: nn.Module) -> Iterator[None]:
-    """Build the submodules of `model` in this block on the meta device; allocate them on leaving it.
+def deferred_init(model: Any) -> Iterator[None]:
+    """Build the submodules of `model` in this block on the meta device; allocate and fill them on leaving it.
 
-    They get the device that was current on entry. On the meta device they stay there: call `to_empty` and fill them.
+    They get the device that was current on entry. If that is the meta device, they stay there: call `to_empty` and
+    `init_weights`.
     """
     device = torch.get_default_device()
     with torch.device("meta"):
         yield
     if device.type != "meta":
         model.to_empty(device=device)
+        model.init_weights()
 
 
 @torch.no_grad()

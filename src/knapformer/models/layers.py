@@ -1,4 +1,4 @@
-"""The parts that blocks of all packed models are made of: projections to heads, MLP, output layer, base class.
+"""The modules that blocks of all packed models are made of: projections to heads, MLP, output layer, base class.
 
 Nothing here knows about sequences except through the row index that modulation takes. Norms before modulation have no
 parameters of their own: shift and scale come from the conditioning.
@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from knapformer.models.conditioning import Modulation, modulate
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated, compute_dtype, modulate
+from knapformer.models.conditioning import Conditioner, Modulation
 from knapformer.models.config import BackboneConfig, CostShape
 from knapformer.models.init import fill_parameters
+from knapformer.models.packed import PackedLayout, check_rows
+from knapformer.models.rope import rotation_from_ids
 
 NORM_EPS = 1e-6
 
@@ -69,6 +73,33 @@ class Mlp(nn.Module):
         return self.fc_out(F.gelu(self.fc_in(x_TD), approximate="tanh"))
 
 
+class AdaLNLayer(nn.Module):
+    """The weights of attention and MLP; shift, scale and gate of each come from the conditioning vector."""
+
+    def __init__(self, config: BackboneConfig):
+        super().__init__()
+        self.mod = Modulation(config.width, 6)
+        self.attn = HeadProjection(config)
+        self.proj = nn.Linear(config.width, config.width)
+        self.mlp = Mlp(config)
+
+    def start(self, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What comes before attention: modulation, which `finish` needs too, and queries, keys and values."""
+        mod_S6D = self.mod(vec_SD)
+        shift, scale = mod_S6D[:, :2].unbind(1)
+        return mod_S6D, self.attn(modulate(layer_norm(x_TD), shift, scale, index_T))
+
+    def finish(self, x_TD: Tensor, attended_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
+        """What follows attention: its output projection and the MLP, each gated into the residual stream."""
+        x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), mod_S6D[:, 2], index_T)
+        return self.feed(x_TD, mod_S6D, index_T)
+
+    def feed(self, x_TD: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
+        """The MLP, gated into the residual stream."""
+        shift, scale, gate = mod_S6D[:, 3:].unbind(1)
+        return add_gated(x_TD, self.mlp(modulate(layer_norm(x_TD), shift, scale, index_T)), gate, index_T)
+
+
 class FinalLayer(nn.Module):
     """Norm, modulation by the conditioning vector, and the projection to output channels."""
 
@@ -85,9 +116,10 @@ class FinalLayer(nn.Module):
 class PackedModel(nn.Module, ABC):
     """Base of the packed transformers: what a trainer and a cost model ask of any of them.
 
-    Subclasses build their layers inside `deferred_init(self)`, then call `init_weights` unless on the meta device.
+    Subclasses build their layers inside `deferred_init(self)`.
     """
 
+    conditioner: Conditioner
     final_layer: FinalLayer
 
     def __init__(self, config: BackboneConfig):
@@ -97,6 +129,19 @@ class PackedModel(nn.Module, ABC):
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
         """The transformer blocks in the order they run: the units to shard and to checkpoint."""
+
+    def condition(
+        self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None, ids: Tensor, layout: PackedLayout
+    ) -> tuple[Tensor, Rotation]:
+        """What all blocks take besides tokens: the conditioning vectors (S, D) and the rotation of each token.
+
+        Raises:
+            SpecError: an input does not fit the layout or the configuration.
+        """
+        check_rows("ids", ids, (layout.num_tokens, 3), "packed token")
+        config, dtype = self.backbone, compute_dtype(self.final_layer.linear.weight.dtype)
+        rotation = rotation_from_ids(ids, config.axes_dims, config.theta, dtype)
+        return self.conditioner(timestep, pooled, guidance, layout.num_sequences), rotation
 
     def identity_layers(self) -> list[nn.Module]:
         """The layers that are zero at the start with `zero_init`, so that every block is the identity."""

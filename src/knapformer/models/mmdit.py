@@ -16,20 +16,21 @@ K head dim, M MLP width, C channels.
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from knapformer.attention.rotation import Rotation, rotate
+from knapformer.attention.rows import add_gated, merge_streams, modulate, split_streams
 from knapformer.errors import SpecError
 from knapformer.models.compiled import piece
-from knapformer.models.conditioning import Conditioner, Modulation, add_gated, modulate
+from knapformer.models.conditioning import Conditioner, Modulation
 from knapformer.models.config import BackboneConfig, check_at_least
 from knapformer.models.init import deferred_init
-from knapformer.models.layers import FinalLayer, HeadProjection, Mlp, PackedModel, QKNorm, layer_norm, split_heads
-from knapformer.models.packed import PackedLayout, TokenIndex, check_rows, compute_dtype, merge_streams, split_streams
-from knapformer.models.rope import Rotation, rotate, rotation_from_ids
+from knapformer.models.layers import AdaLNLayer, FinalLayer, PackedModel, QKNorm, layer_norm, split_heads
+from knapformer.models.packed import PackedLayout, TokenIndex, check_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class MMDiTConfig(BackboneConfig):
     num_double: int
     num_single: int
     guidance: bool = False
+
+    TINY: ClassVar[dict[str, Any]] = {**BackboneConfig.TINY, "text_channels": 12, "num_double": 1, "num_single": 1}
 
     def __post_init__(self) -> None:
         BackboneConfig.__post_init__(self)  # no super(): slots make the decorator replace the class it would find
@@ -74,63 +77,14 @@ class MMDiTConfig(BackboneConfig):
             zero_init=zero_init,
         )
 
-    @classmethod
-    def tiny(
-        cls,
-        *,
-        num_heads: int = 4,
-        axes_dims: tuple[int, int, int] = (4, 6, 6),
-        num_double: int = 1,
-        num_single: int = 1,
-        guidance: bool = False,
-        zero_init: bool = False,
-    ) -> Self:
-        """A small model (0.2 M parameters by default) for tests and demos, with any number of heads."""
-        return cls(
-            in_channels=8,
-            text_channels=12,
-            pooled_channels=10,
-            width=num_heads * sum(axes_dims),
-            num_heads=num_heads,
-            num_double=num_double,
-            num_single=num_single,
-            axes_dims=axes_dims,
-            guidance=guidance,
-            zero_init=zero_init,
-        )
-
-
-class Stream(nn.Module):
-    """The weights of one modality in a double-stream block."""
-
-    def __init__(self, config: MMDiTConfig):
-        super().__init__()
-        self.mod = Modulation(config.width, 6)
-        self.attn = HeadProjection(config)
-        self.proj = nn.Linear(config.width, config.width)
-        self.mlp = Mlp(config)
-
-    def start(self, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """What comes before attention: modulation, which `finish` needs too, and queries, keys and values."""
-        mod_S6D = self.mod(vec_SD)
-        shift, scale = mod_S6D[:, :2].unbind(1)
-        return mod_S6D, self.attn(modulate(layer_norm(x_TD), shift, scale, index_T))
-
-    def finish(self, x_TD: Tensor, attended_THK: Tensor, mod_S6D: Tensor, index_T: Tensor) -> Tensor:
-        """What follows attention: its output projection and the MLP, each gated into the residual stream."""
-        gate_attn, shift_mlp, scale_mlp, gate_mlp = mod_S6D[:, 2:].unbind(1)
-        x_TD = add_gated(x_TD, self.proj(attended_THK.flatten(1)), gate_attn, index_T)
-        hidden = self.mlp(modulate(layer_norm(x_TD), shift_mlp, scale_mlp, index_T))
-        return add_gated(x_TD, hidden, gate_mlp, index_T)
-
 
 class DoubleStreamBlock(nn.Module):
     """Text and image each with their own weights, attending jointly."""
 
     def __init__(self, config: MMDiTConfig):
         super().__init__()
-        self.txt = Stream(config)
-        self.img = Stream(config)
+        self.txt = AdaLNLayer(config)
+        self.img = AdaLNLayer(config)
 
     def forward(
         self, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor, rotation: Rotation, layout: PackedLayout
@@ -224,8 +178,6 @@ class MMDiT(PackedModel):
             self.double_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_double))
             self.single_blocks = nn.ModuleList(SingleStreamBlock(config) for _ in range(config.num_single))
             self.final_layer = FinalLayer(config)
-        if self.img_in.weight.device.type != "meta":
-            self.init_weights()
 
     def blocks(self) -> list[nn.Module]:
         return [*self.double_blocks, *self.single_blocks]
@@ -262,9 +214,7 @@ class MMDiT(PackedModel):
         config, dtype = self.config, self.img_in.weight.dtype
         check_rows("img", img, (layout.image_index.shape[0], config.in_channels), "visual token")
         check_rows("txt", txt, (layout.text_index.shape[0], config.text_channels), "text token")
-        check_rows("ids", ids, (layout.num_tokens, 3), "packed token")
-        rotation = rotation_from_ids(ids, config.axes_dims, config.theta, compute_dtype(dtype))
-        vec_SD = self.conditioner(timestep, pooled, guidance, layout.num_sequences)
+        vec_SD, rotation = self.condition(timestep, pooled, guidance, ids, layout)
 
         img_TD, txt_TD = self.img_in(img.to(dtype)), self.txt_in(txt.to(dtype))
         for block in self.double_blocks:

@@ -1,4 +1,4 @@
-"""What a packed model knows about sequences: the layout protocol and the two-stream order.
+"""What a packed model knows about sequences: the layout protocol.
 
 Packed means: no batch axis. The tokens of all sequences on this rank lie one after another in one tensor, and whatever
 depends on "which sequence" goes through a layout. Models ask a layout for six things only, so they run unchanged on
@@ -12,7 +12,6 @@ Legend: T tokens on this rank, T_txt and T_img its text and visual tokens, H hea
 
 from typing import NamedTuple, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from knapformer.errors import SpecError
@@ -67,22 +66,6 @@ class TokenIndex(NamedTuple):
         return cls(layout.sequence_index, layout.text_index, layout.image_index)
 
 
-def merge_streams(txt: Tensor, img: Tensor, layout: PackedLayout | TokenIndex) -> Tensor:
-    """Put text rows (T_txt, ...) and visual rows (T_img, ...) into packed order (T, ...).
-
-    Both inputs stay in the graph when they have no rows: their parameters then get zero gradients, not None. The two
-    index sets cover every row, so the buffer needs no initial value.
-    """
-    packed = img.new_empty((layout.sequence_index.shape[0], *img.shape[1:]))
-    packed = packed.index_copy_(0, layout.text_index, txt)
-    return packed.index_copy_(0, layout.image_index, img)
-
-
-def split_streams(packed: Tensor, layout: PackedLayout | TokenIndex) -> tuple[Tensor, Tensor]:
-    """Inverse of `merge_streams`: packed rows (T, ...) to (text rows, visual rows)."""
-    return packed.index_select(0, layout.text_index), packed.index_select(0, layout.image_index)
-
-
 def check_rows(name: str, value: Tensor, shape: tuple[int, ...], rows_are: str) -> None:
     """Reject an input whose shape does not fit the layout.
 
@@ -97,8 +80,3 @@ def check_rows(name: str, value: Tensor, shape: tuple[int, ...], rows_are: str) 
             f"{name} has shape {tuple(value.shape)}; expected {shape}: one row per {rows_are}. "
             "Pass packed tensors without a batch axis, in the order of the layout"
         )
-
-
-def compute_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """Dtype for angles and other small, precision-critical arithmetic: fp64 in an fp64 model, else fp32."""
-    return torch.promote_types(weight_dtype, torch.float32)

@@ -1,39 +1,22 @@
 """Rotary position embedding over three axes (frame, row, column), as in FLUX.
 
 The K channels of a head are cut into three groups of `axes_dims` channels, one per axis. Inside the group of an axis
-with d channels, the adjacent pair (2j, 2j+1) of a token at position p turns by the angle p * theta^(-2j/d):
+with d channels, the adjacent pair (2j, 2j+1) of a token at position p turns by the angle p * theta^(-2j/d), so q.k
+depends on differences of positions only. Text tokens sit at position 0 on all axes and are not turned.
 
-    (x0, x1) -> (x0 cos a - x1 sin a,  x0 sin a + x1 cos a)
+Angles are computed in fp32, in fp64 if the model is fp64, never in bf16: position 257 has no bf16 value.
 
-so q.k depends on differences of positions only. Text tokens sit at position 0 on all axes and are not turned.
-
-Angles are computed in fp32, in fp64 if the model is fp64, never in bf16: position 257 has no bf16 value. For the same
-reason the result is a `Rotation` object of a plain class: FSDP2's mixed precision casts every floating-point tensor
-among the arguments of a wrapped block to bf16, also inside tuples, dicts and dataclasses, but no other objects.
-
-Legend: T tokens on this rank, H heads, K head dim, P = K/2 channel pairs.
+Legend: T tokens on this rank, K head dim, P = K/2 channel pairs.
 """
 
 import torch
 from torch import Tensor
 
+from knapformer.attention.rotation import Rotation
 from knapformer.errors import SpecError
 from knapformer.models.packed import check_rows
 
 NUM_AXES = 3
-
-
-class Rotation:
-    """Cosine and sine of every token's angles, (T, P) each.
-
-    Immutable by convention. Not a dataclass on purpose, see the module docstring.
-    """
-
-    __slots__ = ("cos_TP", "sin_TP")
-
-    def __init__(self, cos_TP: Tensor, sin_TP: Tensor):
-        self.cos_TP = cos_TP
-        self.sin_TP = sin_TP
 
 
 def check_axes(axes_dims: tuple[int, ...], head_dim: int, theta: float) -> None:
@@ -75,13 +58,3 @@ def rotation_from_ids(ids_T3: Tensor, axes_dims: tuple[int, ...], theta: float, 
         angles.append(ids_T3[:, axis, None] * theta**-exponent)
     angle_TP = torch.cat(angles, dim=1)
     return Rotation(angle_TP.cos(), angle_TP.sin())
-
-
-def rotate(x_THK: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each channel pair of queries or keys by its token's angle; same shape and dtype as the input."""
-    cos, sin = rotation.cos_TP[:, None], rotation.sin_TP[:, None]
-    # Sizes are explicit: -1 is ambiguous in a tensor of zero rows.
-    pairs = x_THK.to(cos.dtype).unflatten(-1, (x_THK.shape[-1] // 2, 2))
-    even, odd = pairs.unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x_THK.dtype)

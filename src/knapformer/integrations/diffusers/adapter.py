@@ -1,9 +1,9 @@
 """`adapt`: give a diffusers transformer a packed forward beside its own, and change nothing else.
 
 The forward of the model and of each of its blocks is replaced, on the instance, by one that looks at its first
-argument: `PackedInputs` (for a block, `Shared`) takes the packed way, anything else the class's own forward. No module,
-parameter, buffer or name is added, so checkpoints, PEFT and `save_pretrained` see the model they know. Every block is
-still entered through its own call, where FSDP2 gathers its weights.
+argument: `PackedInputs` (for a block, `BlockContext`) goes to the packed forward, anything else to the class's own. No
+module, parameter, buffer or name is added, so checkpoints, PEFT and `save_pretrained` see the model they know. Every
+block is still entered through its own call, where FSDP2 gathers its weights.
 """
 
 import functools
@@ -20,7 +20,7 @@ from knapformer.integrations.diffusers.flux2 import Flux2
 from knapformer.integrations.diffusers.hunyuan_video import HunyuanVideo
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ltx_video import LTXVideo
-from knapformer.integrations.diffusers.ops import Shared
+from knapformer.integrations.diffusers.ops import BlockContext
 from knapformer.integrations.diffusers.qwen_image import QwenImage
 from knapformer.integrations.diffusers.sd3 import StableDiffusion3
 from knapformer.integrations.diffusers.wan import Wan
@@ -105,7 +105,7 @@ def _install(module: nn.Module, packed: PackedBlock) -> None:
 
     @functools.wraps(type(module).forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], PackedInputs | Shared):
+        if args and isinstance(args[0], PackedInputs | BlockContext):
             return packed(self, *args, **kwargs)
         # The class may be another by now: FSDP2 derives one of its own.
         return type(self).forward(self, *args, **kwargs)

@@ -12,19 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rows import add_gated, merge_streams, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
-    merge_streams,
-    modulate,
-    project_out,
-    project_qkv,
-    rope,
-    run_block,
-    still_text,
-)
+from knapformer.integrations.diffusers.ops import BlockContext, project_out, project_qkv, rope, run_block
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
 
@@ -70,29 +61,28 @@ class CogVideoX(Family):
         rotation = None
         if config.use_rotary_positional_embeddings:
             eighth = config.attention_head_dim // 8
-            rotation = rope(inputs.positions, (2 * eighth, 3 * eighth, 3 * eighth), 10000.0, torch.float32)
-            rotation = still_text(rotation, layout)
-        shared = Shared(layout, rotation)
+            rotation = rope(inputs.positions, (2 * eighth, 3 * eighth, 3 * eighth), 10000.0).still(layout.text_index)
+        ctx = BlockContext(layout, rotation)
         vec = model.time_embedding(model.time_proj(inputs.timestep).to(dtype))
         visual = inputs.positions.index_select(0, layout.image_index)
-        x = model.patch_embed(shared, inputs.image.to(dtype), inputs.own_text.to(dtype), visual)
+        x = model.patch_embed(ctx, inputs.image.to(dtype), inputs.own_text.to(dtype), visual)
         x = model.embedding_dropout(x)
         for block in model.transformer_blocks:
-            x = run_block(model, block, shared, x, vec)
+            x = run_block(model, block, ctx, x, vec)
         img = model.norm_final(x.index_select(0, layout.image_index))
         norm = model.norm_out  # its linear layer gives shift first, unlike other families' last norm
         shift, scale = norm.linear(norm.silu(vec)).chunk(2, dim=-1)
-        return model.proj_out(modulate(norm.norm(img), shift, scale, shared.image_vector))
+        return model.proj_out(modulate(norm.norm(img), shift, scale, ctx.image_vector))
 
 
-def _embed(embed: Any, shared: Shared, rows: Tensor, text: Tensor, positions: Tensor) -> Tensor:
+def _embed(embed: Any, ctx: BlockContext, rows: Tensor, text: Tensor, positions: Tensor) -> Tensor:
     """Packed rows. Each patch is a convolution's whole input (1.0), or a linear layer's (1.5)."""
     if embed.patch_size_t is None:
         rows = rows.unflatten(1, (-1, embed.patch_size, embed.patch_size))
     img = embed.proj(rows).flatten(1)
     if embed.use_positional_embeddings:
         img = img + _sinusoids(embed, positions).to(img.dtype)
-    return merge_streams(embed.text_proj(text), img, shared.layout)
+    return merge_streams(embed.text_proj(text), img, ctx.layout)
 
 
 def _sinusoids(embed: Any, positions: Tensor) -> Tensor:
@@ -107,19 +97,19 @@ def _sinusoids(embed: Any, positions: Tensor) -> Tensor:
     )
 
 
-def _block(block: Any, shared: Shared, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
-    index, attn = _vectors(shared), block.attn1
+def _block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
+    index, attn = _vectors(ctx), block.attn1
     shift, scale, gate = _both(block.norm1, vec_SD)
-    attended = shared.attend(*project_qkv(attn, modulate(block.norm1.norm(x_TD), shift, scale, index)))
+    attended = ctx.attend(*project_qkv(attn, modulate(block.norm1.norm(x_TD), shift, scale, index)))
     x_TD = add_gated(x_TD, project_out(attn, attended), gate, index)
     shift, scale, gate = _both(block.norm2, vec_SD)
     return add_gated(x_TD, block.ff(modulate(block.norm2.norm(x_TD), shift, scale, index)), gate, index)
 
 
-def _vectors(shared: Shared) -> Tensor:
+def _vectors(ctx: BlockContext) -> Tensor:
     """(T,) rows of vectors: those of video, S of them, then those of text."""
-    rows = shared.text_vector + shared.layout.num_sequences
-    return shared.vector.index_copy(0, shared.layout.text_index, rows)
+    rows = ctx.text_vector + ctx.layout.num_sequences
+    return ctx.vector.index_copy(0, ctx.layout.text_index, rows)
 
 
 def _both(norm: Any, vec_SD: Tensor) -> list[Tensor]:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import merge_streams
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import double_block, single_block
-from knapformer.integrations.diffusers.ops import Shared, continuous_norm, merge_streams, run_block
+from knapformer.integrations.diffusers.ops import BlockContext, continuous_norm, run_block
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
 
@@ -46,11 +48,11 @@ class Flux(Family):
         txt = model.context_embedder(inputs.own_text.to(dtype))
         times = [t.to(dtype) * 1000 for t in (inputs.timestep, inputs.guidance) if t is not None]
         vec = model.time_text_embed(*times, inputs.pooled.to(dtype))
-        shared = Shared(layout, model.pos_embed(inputs.positions))
+        ctx = BlockContext(layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
         for block in model.transformer_blocks:
-            img, txt = run_block(model, block, shared, img, txt, vec)
+            img, txt = run_block(model, block, ctx, img, txt, vec)
         x = merge_streams(txt, img, layout)
         for block in model.single_transformer_blocks:
-            x = run_block(model, block, shared, x, vec)
+            x = run_block(model, block, ctx, x, vec)
         img = x.index_select(0, layout.image_index)
-        return model.proj_out(continuous_norm(model.norm_out, img, vec, shared.image_vector))
+        return model.proj_out(continuous_norm(model.norm_out, img, vec, ctx.image_vector))

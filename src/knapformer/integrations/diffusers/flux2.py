@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated, merge_streams, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
-from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
-    clip_half,
-    continuous_norm,
-    merge_streams,
-    modulate,
-    run_block,
-    split_heads,
-)
+from knapformer.integrations.diffusers.ops import BlockContext, clip_half, continuous_norm, run_block, split_heads
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
 
@@ -74,30 +67,30 @@ class Flux2(Family):
         mod = model.single_stream_modulation(vec)
         img = model.x_embedder(inputs.image.to(dtype))
         txt = model.context_embedder(inputs.own_text.to(dtype))
-        shared = Shared(layout, model.pos_embed(inputs.positions))
+        ctx = BlockContext(layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
         for block in model.transformer_blocks:
-            img, txt = run_block(model, block, shared, img, txt, img_mod, txt_mod)
+            img, txt = run_block(model, block, ctx, img, txt, img_mod, txt_mod)
         x = merge_streams(txt, img, layout)
         for block in model.single_transformer_blocks:
-            x = run_block(model, block, shared, x, mod)
+            x = run_block(model, block, ctx, x, mod)
         img = x.index_select(0, layout.image_index)
-        return model.proj_out(continuous_norm(model.norm_out, img, vec, shared.image_vector))
+        return model.proj_out(continuous_norm(model.norm_out, img, vec, ctx.image_vector))
 
 
 def _double_block(
-    block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, img_mod: Tensor, txt_mod: Tensor
+    block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, img_mod: Tensor, txt_mod: Tensor
 ) -> tuple[Tensor, Tensor]:
     attn = block.attn
     img = Stream(block.norm1, block.norm2, block.ff, image_out(attn), img_mod.chunk(6, dim=-1))
     txt = Stream(block.norm1_context, block.norm2_context, block.ff_context, text_out(attn), txt_mod.chunk(6, dim=-1))
-    return double_stream(attn, img, txt, img_TD, txt_TD, shared)
+    return double_stream(attn, img, txt, img_TD, txt_TD, ctx)
 
 
-def _single_block(block: Any, shared: Shared, x_TD: Tensor, mod: Tensor) -> Tensor:
+def _single_block(block: Any, ctx: BlockContext, x_TD: Tensor, mod: Tensor) -> Tensor:
     attn, (shift, scale, gate) = block.attn, mod.chunk(3, dim=-1)
-    hidden = attn.to_qkv_mlp_proj(modulate(block.norm(x_TD), shift, scale, shared.vector))
+    hidden = attn.to_qkv_mlp_proj(modulate(block.norm(x_TD), shift, scale, ctx.vector))
     qkv, mlp = hidden.split((3 * attn.inner_dim, hidden.shape[-1] - 3 * attn.inner_dim), dim=-1)
     q, k, v = (split_heads(part, attn.heads) for part in qkv.chunk(3, dim=-1))
-    attended = shared.attend(attn.norm_q(q), attn.norm_k(k), v)
+    attended = ctx.attend(attn.norm_q(q), attn.norm_k(k), v)
     branch = attn.to_out(torch.cat((attended.flatten(1), attn.mlp_act_fn(mlp)), dim=-1))
-    return clip_half(add_gated(x_TD, branch, gate, shared.vector))
+    return clip_half(add_gated(x_TD, branch, gate, ctx.vector))

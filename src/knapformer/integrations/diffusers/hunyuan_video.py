@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rows import add_gated, mean_by_sequence, merge_streams
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import double_block, single_block
 from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
+    BlockContext,
     continuous_norm,
-    merge_streams,
     project_out,
     project_qkv,
     rope,
     run_block,
-    still_text,
 )
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
@@ -73,7 +71,7 @@ class HunyuanVideo(Family):
         layout, dtype, pooled = inputs.layout, model.x_embedder.proj.weight.dtype, inputs.pooled
         patch = self.patch(model)
         img = model.x_embedder(inputs.image.to(dtype).unflatten(1, (-1, *patch))).flatten(1)
-        texts = Shared.texts(layout)
+        texts = BlockContext.texts(layout)
         txt = model.context_embedder(texts, inputs.text.to(dtype), inputs.timestep).index_select(0, inputs.text_rows)
         vec, first = model.time_text_embed(inputs.timestep, pooled.to(dtype), inputs.guidance)
         positions, clean = inputs.positions, None
@@ -81,32 +79,28 @@ class HunyuanVideo(Family):
             vec = torch.cat((vec, first))
             clean = positions[:, 0].index_select(0, layout.image_index) == 0
         turn = model.rope
-        rotation = still_text(rope(positions, turn.rope_dim, turn.theta, torch.float32), layout)
-        shared = Shared(layout, rotation, clean=clean)
+        rotation = rope(positions, turn.rope_dim, turn.theta).still(layout.text_index)
+        ctx = BlockContext(layout, rotation, clean=clean)
         for block in model.transformer_blocks:
-            img, txt = run_block(model, block, shared, img, txt, vec)
+            img, txt = run_block(model, block, ctx, img, txt, vec)
         x = merge_streams(txt, img, layout)
         for block in model.single_transformer_blocks:
-            x = run_block(model, block, shared, x, vec)
+            x = run_block(model, block, ctx, x, vec)
         index = layout.sequence_index.index_select(0, layout.image_index)
         out = continuous_norm(model.norm_out, x.index_select(0, layout.image_index), vec[: layout.num_sequences], index)
         return model.proj_out(out)
 
 
-def _refine(refiner: Any, texts: Shared, text_NC: Tensor, timestep: Tensor) -> Tensor:
+def _refine(refiner: Any, texts: BlockContext, text_NC: Tensor, timestep: Tensor) -> Tensor:
     """Whole texts (N, C) to (N, D). Their mean, with the time, modulates the refiner."""
-    index, count = texts.vector, len(timestep)
-    lens = torch.zeros(count, dtype=text_NC.dtype, device=text_NC.device)
-    lens = lens.index_add(0, index, torch.ones_like(index, dtype=text_NC.dtype)).clamp_min(1)
-    mean = text_NC.new_zeros(count, text_NC.shape[1]).index_add(0, index, text_NC) / lens[:, None]
-    vec = refiner.time_text_embed(timestep, mean)
+    vec = refiner.time_text_embed(timestep, mean_by_sequence(text_NC, texts.vector, len(timestep)))
     x = refiner.proj_in(text_NC)
     for block in refiner.token_refiner.refiner_blocks:
         x = block(texts, x, vec)
     return x
 
 
-def _refiner_block(block: Any, texts: Shared, x_ND: Tensor, vec_SD: Tensor) -> Tensor:
+def _refiner_block(block: Any, texts: BlockContext, x_ND: Tensor, vec_SD: Tensor) -> Tensor:
     gate, gate_mlp = block.norm_out.linear(block.norm_out.nonlinearity(vec_SD)).chunk(2, dim=-1)
     attended = texts.attend(*project_qkv(block.attn, block.norm1(x_ND)))
     x_ND = add_gated(x_ND, project_out(block.attn, attended), gate, texts.vector)

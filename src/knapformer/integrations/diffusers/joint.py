@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from knapformer.integrations.diffusers.ops import (
-    Shared,
-    adaptive,
-    add_gated,
-    clip_half,
-    merge_streams,
-    modulate,
-    project_out,
-    project_qkv,
-    split_streams,
-)
+from knapformer.attention.rows import add_gated, merge_streams, modulate, split_streams
+from knapformer.integrations.diffusers.ops import BlockContext, adaptive, clip_half, project_out, project_qkv
 
 
 class Stream(NamedTuple):
@@ -55,26 +46,28 @@ class Stream(NamedTuple):
         return add_gated(x_TD, self.mlp(modulate(self.norm2(x_TD), shift, scale, index_T)), gate, index_T)
 
 
-def joint_attention(attn: Any, img_TD: Tensor, txt_TD: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+def joint_attention(attn: Any, img_TD: Tensor, txt_TD: Tensor, ctx: BlockContext) -> tuple[Tensor, Tensor]:
     """(visual rows, text rows) of joint attention, (T, H, K) before the output projections."""
-    layout = shared.layout
+    layout = ctx.layout
     pairs = zip(project_qkv(attn, txt_TD, added=True), project_qkv(attn, img_TD), strict=True)
     q, k, v = (merge_streams(txt, img, layout) for txt, img in pairs)
-    attended = shared.attend(q, k, v)
+    attended = ctx.attend(q, k, v)
     txt, img = split_streams(attended, layout)
     return img, txt
 
 
 def double_stream(
-    attn: Any, img: Stream, txt: Stream, img_TD: Tensor, txt_TD: Tensor, shared: Shared
+    attn: Any, img: Stream, txt: Stream, img_TD: Tensor, txt_TD: Tensor, ctx: BlockContext
 ) -> tuple[Tensor, Tensor]:
     """A double-stream block: (visual rows, text rows) to the same."""
-    at_img, at_txt = shared.image_vector, shared.text_vector
-    img_out, txt_out = joint_attention(attn, img.before(img_TD, at_img), txt.before(txt_TD, at_txt), shared)
+    at_img, at_txt = ctx.image_vector, ctx.text_vector
+    img_out, txt_out = joint_attention(attn, img.before(img_TD, at_img), txt.before(txt_TD, at_txt), ctx)
     return img.after(img_TD, img_out, at_img), clip_half(txt.after(txt_TD, txt_out, at_txt))
 
 
-def double_block(block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor) -> tuple[Tensor, Tensor]:
+def double_block(
+    block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor
+) -> tuple[Tensor, Tensor]:
     """The double-stream block of FLUX.1 and HunyuanVideo, whose modules have the same names."""
     attn = block.attn
     img = Stream(block.norm1.norm, block.norm2, block.ff, image_out(attn), adaptive(block.norm1, vec_SD, 6))
@@ -85,18 +78,18 @@ def double_block(block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, vec
         text_out(attn),
         adaptive(block.norm1_context, vec_SD, 6),
     )
-    return double_stream(attn, img, txt, img_TD, txt_TD, shared)
+    return double_stream(attn, img, txt, img_TD, txt_TD, ctx)
 
 
-def single_block(block: Any, shared: Shared, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
+def single_block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
     """The single-stream block of FLUX.1 and HunyuanVideo, on packed rows."""
     shift, scale, gate = adaptive(block.norm, vec_SD, 3)
-    hidden = modulate(block.norm.norm(x_TD), shift, scale, shared.vector)
+    hidden = modulate(block.norm.norm(x_TD), shift, scale, ctx.vector)
     mlp = block.act_mlp(block.proj_mlp(hidden))
     q, k, v = project_qkv(block.attn, hidden)
-    attended = shared.attend(q, k, v)
+    attended = ctx.attend(q, k, v)
     branch = block.proj_out(torch.cat((attended.flatten(1), mlp), dim=-1))
-    return clip_half(add_gated(x_TD, branch, gate, shared.vector))
+    return clip_half(add_gated(x_TD, branch, gate, ctx.vector))
 
 
 def image_out(attn: Any) -> Any:

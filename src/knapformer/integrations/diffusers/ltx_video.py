@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
+    BlockContext,
     cross_attention,
-    modulate,
     project_out,
     project_qkv,
     run_block,
+    split_heads,
 )
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
@@ -62,22 +63,23 @@ class LTXVideo(Family):
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
         dtype, table = model.proj_in.weight.dtype, model.scale_shift_table
         x = model.proj_in(inputs.image.to(dtype))
-        cos, sin = model.rope(x[None], video_coords=inputs.positions.t()[None])
-        shared = Shared(inputs.layout, (cos[0], sin[0]), clean=inputs.clean)
+        tables = model.rope(x[None], video_coords=inputs.positions.t()[None])
+        rotation = Rotation.of_channels(*(split_heads(table[0], model.config.num_attention_heads) for table in tables))
+        ctx = BlockContext(inputs.layout, rotation, clean=inputs.clean)
         times = torch.cat((inputs.timestep, inputs.timestep * 0))
         mod, vec = model.time_embed(times, batch_size=len(times), hidden_dtype=x.dtype)
         text = model.caption_projection(inputs.text.to(dtype))
         for block in model.transformer_blocks:
-            x = run_block(model, block, shared, x, text, mod)
+            x = run_block(model, block, ctx, x, text, mod)
         shift, scale = (table + vec.unsqueeze(1)).unbind(1)
-        return model.proj_out(modulate(model.norm_out(x), shift, scale, shared.vector))
+        return model.proj_out(modulate(model.norm_out(x), shift, scale, ctx.vector))
 
 
-def _block(block: Any, shared: Shared, x_TD: Tensor, text_ND: Tensor, mod_SD: Tensor) -> Tensor:
-    index, table = shared.vector, block.scale_shift_table
+def _block(block: Any, ctx: BlockContext, x_TD: Tensor, text_ND: Tensor, mod_SD: Tensor) -> Tensor:
+    index, table = ctx.vector, block.scale_shift_table
     mod = (table + mod_SD.unflatten(-1, table.shape)).unbind(1)
     hidden = modulate(block.norm1(x_TD), mod[0], mod[1], index)
-    attended = project_out(block.attn1, shared.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
+    attended = project_out(block.attn1, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
     x_TD = add_gated(x_TD, attended, mod[2], index)
-    x_TD = x_TD + cross_attention(block.attn2, x_TD, text_ND, shared)
+    x_TD = x_TD + cross_attention(block.attn2, x_TD, text_ND, ctx)
     return add_gated(x_TD, block.ff(modulate(block.norm2(x_TD), mod[3], mod[4], index)), mod[5], index)

@@ -1,7 +1,7 @@
-"""What packed forwards of all families are made of: modulation by sequence, rotation, streams, restricted attention.
+"""What packed forwards of all families are made of: norms, projections and attention by modules of diffusers.
 
 Everything here works on packed rows (T, ...) without a batch axis and on any number of rows, none included, so sizes
-are always explicit. `Shared` carries what every block of one forward uses.
+are always explicit. `BlockContext` carries what every block of one forward uses.
 
 Legend: T tokens on this rank, S sequences that have tokens here, D width, H heads, K head dim, N rows of all texts.
 """
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.attention import Layout
+from knapformer.attention.rotation import Rotation, rotate
+from knapformer.attention.rows import modulate
 from knapformer.errors import SpecError
 
 EXTRA_DIMS = 8  # kernels want head dims that are multiples of 8
 FAR = 4096.0  # a power of two, exact in half precision; 8 of them put a key 32768 / sqrt(K) below all others
 
 
-class Shared:
+class BlockContext:
     """What the blocks of one packed forward share. A plain class on purpose: FSDP2 would cast what is in a dataclass.
 
     Modulation vectors have a row per sequence, or, where some tokens are clean (conditioning frames, at time 0), a
@@ -28,7 +30,7 @@ class Shared:
 
     Args:
         layout: where each token belongs, and attention.
-        rotation: cosines and sines of each packed token, (T, K) or (T, H K); None where the model has none.
+        rotation: of each row; None where the model has none.
         clean: (T_img,) which visual tokens are clean; None if the vectors have no second rows.
         visual: whether the rows at hand are the visual ones alone, attending to each other only.
     """
@@ -36,7 +38,7 @@ class Shared:
     def __init__(
         self,
         layout: Layout,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        rotation: Rotation | None = None,
         *,
         clean: Tensor | None = None,
         visual: bool = False,
@@ -52,37 +54,22 @@ class Shared:
             self.vector = self.vector.index_copy(0, layout.image_index, self.image_vector)
 
     @classmethod
-    def texts(cls, layout: Layout, rotation: tuple[Tensor, Tensor] | None = None) -> "Shared":
+    def texts(cls, layout: Layout, rotation: Rotation | None = None) -> "BlockContext":
         """For blocks that refine the whole texts of the local sequences, (N, D) rows, attending among themselves."""
         lens = layout.context.lens
         filled = np.flatnonzero(lens)
         device = layout.sequence_index.device
-        shared = cls(Layout.local(lens[filled].tolist(), device=device), rotation)
-        shared.vector = torch.from_numpy(filled).to(device).index_select(0, shared.vector)
-        return shared
+        ctx = cls(Layout.local(lens[filled].tolist(), device=device), rotation)
+        ctx.vector = torch.from_numpy(filled).to(device).index_select(0, ctx.vector)
+        return ctx
 
     def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor) -> Tensor:
         """Rotate queries and keys, and attend."""
-        q_THK, k_THK = rotate(q_THK, self.rotation), rotate(k_THK, self.rotation)
+        if self.rotation is not None:
+            q_THK, k_THK = rotate(q_THK, self.rotation), rotate(k_THK, self.rotation)
         if self.visual:
             return attend_visual(self.layout, q_THK, k_THK, v_THK)
         return self.layout.attend(q_THK, k_THK, v_THK)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least fp32, as diffusers computes rotations and some norms; fp64 stays fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def modulate(x_TD: Tensor, shift_SD: Tensor | None, scale_SD: Tensor, index_T: Tensor) -> Tensor:
-    """x (1 + scale) + shift with the vectors of each token's own sequence; nothing of size (T, 6 D) ever exists."""
-    scaled = x_TD * (1 + scale_SD.index_select(0, index_T))
-    return scaled if shift_SD is None else scaled + shift_SD.index_select(0, index_T)
-
-
-def add_gated(x_TD: Tensor, branch_TD: Tensor, gate_SD: Tensor, index_T: Tensor) -> Tensor:
-    """x + gate branch, with the gate of each token's own sequence."""
-    return x_TD + gate_SD.index_select(0, index_T) * branch_TD
 
 
 def adaptive(norm: Any, vec_SD: Tensor, parts: int) -> Sequence[Tensor]:
@@ -99,29 +86,6 @@ def continuous_norm(norm: Any, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) ->
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(T, H K) to (T, H, K)."""
     return x.unflatten(-1, (heads, x.shape[-1] // heads))
-
-
-def rotate(x_THK: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Rotate neighbouring pairs of channels by each token's angles; tables of width H K hold other angles per head."""
-    if rotation is None:
-        return x_THK
-    width = x_THK.shape[2]
-    cos, sin = (table.unflatten(-1, (table.shape[-1] // width, width)) for table in rotation)
-    x = x_THK.to(compute_dtype(x_THK.dtype))
-    even, odd = x.unflatten(-1, (width // 2, 2)).unbind(-1)
-    turned = torch.stack((-odd, even), dim=-1).flatten(-2)
-    return (x * cos + turned * sin).to(x_THK.dtype)
-
-
-def merge_streams(txt: Tensor, img: Tensor, layout: Layout) -> Tensor:
-    """Text rows and visual rows to packed order. Both stay in the graph when they have no rows."""
-    packed = img.new_empty((layout.num_tokens, *img.shape[1:]))
-    return packed.index_copy_(0, layout.text_index, txt).index_copy_(0, layout.image_index, img)
-
-
-def split_streams(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Inverse of `merge_streams`: (text rows, visual rows)."""
-    return packed.index_select(0, layout.text_index), packed.index_select(0, layout.image_index)
 
 
 def keep_in_graph(out: Tensor, *unused: Tensor) -> Tensor:
@@ -188,10 +152,10 @@ def project_qkv(
     return (norm_q(q), norm_k(k), v) if norm_heads else (q, k, v)
 
 
-def cross_attention(attn: Any, x_TD: Tensor, text_ND: Tensor, shared: Shared) -> Tensor:
+def cross_attention(attn: Any, x_TD: Tensor, text_ND: Tensor, ctx: BlockContext) -> Tensor:
     """Attention of each token to the whole text of its sequence, with norms that span all heads."""
     q, k, v = attn.norm_q(attn.to_q(x_TD)), attn.norm_k(attn.to_k(text_ND)), attn.to_v(text_ND)
-    attended = shared.layout.cross_attend(*(split_heads(x, attn.heads) for x in (q, k, v)))
+    attended = ctx.layout.cross_attend(*(split_heads(x, attn.heads) for x in (q, k, v)))
     return project_out(attn, attended)
 
 
@@ -210,19 +174,18 @@ def run_block(model: Any, block: nn.Module, *args: Any) -> Any:
     return block(*args)
 
 
-def rope(positions: Tensor, dims: Sequence[int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, sum of dims) of positions (T, A): `dims` channels turn with each axis."""
+def rope(positions: Tensor, dims: Sequence[int], theta: float) -> Rotation:
+    """Rotation by positions (T, A): `dims` channels turn with each axis, by angles of diffusers in fp32."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
-    table: Any = get_1d_rotary_pos_embed  # its annotations know no tensors
-    tables = [
-        table(dim, positions[:, axis].float(), theta, use_real=True, freqs_dtype=dtype) for axis, dim in enumerate(dims)
-    ]
-    cos, sin = (torch.cat(parts, dim=1) for parts in zip(*tables, strict=True))
-    return cos, sin
+    tables = []
+    for axis, dim in enumerate(dims):
+        table: Any = get_1d_rotary_pos_embed  # its annotations know no tensors
+        tables.append(table(dim, positions[:, axis].float(), theta, use_real=True, freqs_dtype=torch.float32))
+    cos, sin = (torch.cat(axes, dim=1) for axes in zip(*tables, strict=True))
+    return Rotation.of_channels(cos, sin)
 
 
-def still_text(rotation: tuple[Tensor, Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    """The same rotation, with text tokens left as they are."""
-    cos, sin = rotation
-    return cos.index_fill(0, layout.text_index, 1), sin.index_fill(0, layout.text_index, 0)
+def by_axis(tables: Sequence[Tensor], positions: Tensor) -> Tensor:
+    """Rows of one table per axis, at positions (T, A), side by side."""
+    return torch.cat([table.index_select(0, positions[:, axis]) for axis, table in enumerate(tables)], dim=1)

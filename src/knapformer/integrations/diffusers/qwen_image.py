@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
-from knapformer.integrations.diffusers.ops import Shared, clip_half, continuous_norm, keep_in_graph, run_block
+from knapformer.integrations.diffusers.ops import (
+    BlockContext,
+    by_axis,
+    clip_half,
+    continuous_norm,
+    keep_in_graph,
+    run_block,
+)
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
 LARGEST = 4096  # positions, of diffusers' tables
@@ -60,28 +68,27 @@ class QwenImage(Family):
         time = inputs.timestep.to(dtype)
         clean = inputs.clean if model.zero_cond_t else None
         vec = model.time_text_embed(time if clean is None else torch.cat((time, time * 0)), img)
-        shared = Shared(layout, _rotation(model.pos_embed, inputs.positions), clean=clean)
+        ctx = BlockContext(layout, _rotation(model.pos_embed, inputs.positions), clean=clean)
         for block in model.transformer_blocks:
-            img, txt = run_block(model, block, shared, img, txt, vec)
+            img, txt = run_block(model, block, ctx, img, txt, vec)
         # The end knows no clean tokens.
         index = layout.sequence_index.index_select(0, layout.image_index)
         out = continuous_norm(model.norm_out, img, vec[: layout.num_sequences], index)
         return keep_in_graph(model.proj_out(out), txt)
 
 
-def _rotation(embed: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(embed: Any, positions: Tensor) -> Rotation:
     """From diffusers' tables of positions -4096 to 4095."""
     table = torch.cat((embed.neg_freqs, embed.pos_freqs)).to(positions.device)
-    parts = table.split([dim // 2 for dim in embed.axes_dim], dim=1)
-    angles = torch.cat([part.index_select(0, positions[:, axis] + LARGEST) for axis, part in enumerate(parts)], dim=1)
-    return angles.real.repeat_interleave(2, dim=1), angles.imag.repeat_interleave(2, dim=1)
+    angles = by_axis(table.split([dim // 2 for dim in embed.axes_dim], dim=1), positions + LARGEST)
+    return Rotation(angles.real, angles.imag)
 
 
-def _block(block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor) -> tuple[Tensor, Tensor]:
+def _block(block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor) -> tuple[Tensor, Tensor]:
     attn = block.attn
     img_mod = block.img_mod(vec_SD).chunk(6, dim=-1)
-    txt_mod = block.txt_mod(vec_SD[: shared.layout.num_sequences]).chunk(6, dim=-1)
+    txt_mod = block.txt_mod(vec_SD[: ctx.layout.num_sequences]).chunk(6, dim=-1)
     img = Stream(block.img_norm1, block.img_norm2, block.img_mlp, image_out(attn), img_mod)
     txt = Stream(block.txt_norm1, block.txt_norm2, block.txt_mlp, text_out(attn), txt_mod)
-    img_TD, txt_TD = double_stream(attn, img, txt, img_TD, txt_TD, shared)
+    img_TD, txt_TD = double_stream(attn, img, txt, img_TD, txt_TD, ctx)
     return clip_half(img_TD), txt_TD

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rows import add_gated, modulate
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import Stream, image_out, joint_attention, text_out
 from knapformer.integrations.diffusers.ops import (
-    Shared,
+    BlockContext,
     adaptive,
-    add_gated,
     attend_visual,
     continuous_norm,
-    modulate,
     project_out,
     project_qkv,
     run_block,
@@ -70,16 +69,16 @@ class StableDiffusion3(Family):
 
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
         layout, dtype = inputs.layout, model.context_embedder.weight.dtype
-        shared = Shared(layout)
-        img = model.pos_embed(shared, inputs.image.to(dtype), inputs.positions.index_select(0, layout.image_index))
+        ctx = BlockContext(layout)
+        img = model.pos_embed(ctx, inputs.image.to(dtype), inputs.positions.index_select(0, layout.image_index))
         txt = model.context_embedder(inputs.own_text.to(dtype))
         vec = model.time_text_embed(inputs.timestep, inputs.pooled.to(dtype))
         for block in model.transformer_blocks:
-            img, txt = run_block(model, block, shared, img, txt, vec)
-        return model.proj_out(continuous_norm(model.norm_out, img, vec, shared.image_vector))
+            img, txt = run_block(model, block, ctx, img, txt, vec)
+        return model.proj_out(continuous_norm(model.norm_out, img, vec, ctx.image_vector))
 
 
-def _embed(embed: Any, shared: Shared, rows: Tensor, positions: Tensor) -> Tensor:
+def _embed(embed: Any, ctx: BlockContext, rows: Tensor, positions: Tensor) -> Tensor:
     """Each patch is a convolution's whole input; the table is flat, row by row."""
     x = embed.proj(rows.unflatten(1, (-1, embed.patch_size, embed.patch_size))).flatten(1)
     place = positions[:, 1].long() * embed.pos_embed_max_size + positions[:, 2]
@@ -87,24 +86,24 @@ def _embed(embed: Any, shared: Shared, rows: Tensor, positions: Tensor) -> Tenso
 
 
 def _joint_block(
-    block: Any, shared: Shared, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor
+    block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, vec_SD: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The last block gives no text."""
-    attn, at_img, at_txt = block.attn, shared.image_vector, shared.text_vector
+    attn, at_img, at_txt = block.attn, ctx.image_vector, ctx.text_vector
     mod = adaptive(block.norm1, vec_SD, 9 if block.use_dual_attention else 6)
     img = Stream(block.norm1.norm, block.norm2, block.ff, image_out(attn), mod[:6])
     txt_out = None
     if block.context_pre_only:
         hidden = continuous_norm(block.norm1_context, txt_TD, vec_SD, at_txt)
-        img_out, _ = joint_attention(attn, img.before(img_TD, at_img), hidden, shared)
+        img_out, _ = joint_attention(attn, img.before(img_TD, at_img), hidden, ctx)
     else:
         norm = block.norm1_context
         txt = Stream(norm.norm, block.norm2_context, block.ff_context, text_out(attn), adaptive(norm, vec_SD, 6))
-        img_out, txt_out = joint_attention(attn, img.before(img_TD, at_img), txt.before(txt_TD, at_txt), shared)
+        img_out, txt_out = joint_attention(attn, img.before(img_TD, at_img), txt.before(txt_TD, at_txt), ctx)
         txt_out = txt.after(txt_TD, txt_out, at_txt)
     x_TD = add_gated(img_TD, img.out(img_out), mod[2], at_img)
     if block.use_dual_attention:
         hidden = modulate(img.norm1(img_TD), mod[6], mod[7], at_img)
-        alone = attend_visual(shared.layout, *project_qkv(block.attn2, hidden))
+        alone = attend_visual(ctx.layout, *project_qkv(block.attn2, hidden))
         x_TD = add_gated(x_TD, project_out(block.attn2, alone), mod[8], at_img)
     return img.feed(x_TD, mod[3:6], at_img), txt_out

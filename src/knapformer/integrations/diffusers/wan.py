@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated, compute_dtype, modulate
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
-    compute_dtype,
+    BlockContext,
+    by_axis,
     cross_attention,
-    modulate,
     project_out,
     project_qkv,
     run_block,
@@ -67,36 +67,31 @@ class Wan(Family):
 
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
         dtype, table = model.patch_embedding.weight.dtype, model.scale_shift_table
-        shared = Shared(inputs.layout, _rotation(model.rope, inputs.positions), clean=inputs.clean)
+        ctx = BlockContext(inputs.layout, _rotation(model.rope, inputs.positions), clean=inputs.clean)
         x = model.patch_embedding(inputs.image.to(dtype).unflatten(1, (-1, *self.patch(model)))).flatten(1)
         times = torch.cat((inputs.timestep, inputs.timestep * 0))
         vec, mod, text, _ = model.condition_embedder(times, inputs.text.to(dtype), None)
         for block in model.blocks:
-            x = run_block(model, block, shared, x, text, mod)
+            x = run_block(model, block, ctx, x, text, mod)
         shift, scale = (table + vec.unsqueeze(1)).unbind(1)
         wide = compute_dtype(x.dtype)
-        x = modulate(model.norm_out(x.to(wide)), shift, scale, shared.vector).to(x.dtype)
+        x = modulate(model.norm_out(x.to(wide)), shift, scale, ctx.vector).to(x.dtype)
         return model.proj_out(x)
 
 
-def _rotation(embed: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(embed: Any, positions: Tensor) -> Rotation:
     dims = embed.t_dim, embed.h_dim, embed.w_dim
-    cos, sin = (
-        torch.cat(
-            [part.index_select(0, positions[:, axis]) for axis, part in enumerate(table.split(dims, dim=1))], dim=1
-        )
-        for table in (embed.freqs_cos, embed.freqs_sin)
-    )
-    return cos, sin
+    cos, sin = (by_axis(table.split(dims, dim=1), positions) for table in (embed.freqs_cos, embed.freqs_sin))
+    return Rotation.of_channels(cos, sin)
 
 
-def _block(block: Any, shared: Shared, x_TD: Tensor, text_ND: Tensor, mod_SD: Tensor) -> Tensor:
+def _block(block: Any, ctx: BlockContext, x_TD: Tensor, text_ND: Tensor, mod_SD: Tensor) -> Tensor:
     """Norms and residuals in fp32 at least, projections in the model's dtype."""
-    dtype, wide, index = x_TD.dtype, compute_dtype(x_TD.dtype), shared.vector
+    dtype, wide, index = x_TD.dtype, compute_dtype(x_TD.dtype), ctx.vector
     mod = (block.scale_shift_table + mod_SD.unflatten(-1, (6, -1)).to(wide)).unbind(1)
     hidden = modulate(block.norm1(x_TD.to(wide)), mod[0], mod[1], index).to(dtype)
-    attended = project_out(block.attn1, shared.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
+    attended = project_out(block.attn1, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
     x_TD = add_gated(x_TD.to(wide), attended, mod[2], index).to(dtype)
-    x_TD = x_TD + cross_attention(block.attn2, block.norm2(x_TD.to(wide)).to(dtype), text_ND, shared)
+    x_TD = x_TD + cross_attention(block.attn2, block.norm2(x_TD.to(wide)).to(dtype), text_ND, ctx)
     hidden = modulate(block.norm3(x_TD.to(wide)), mod[3], mod[4], index).to(dtype)
     return add_gated(x_TD.to(wide), block.ffn(hidden).to(wide), mod[5], index).to(dtype)

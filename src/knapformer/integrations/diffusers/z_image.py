@@ -12,18 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from knapformer.attention.rotation import Rotation
+from knapformer.attention.rows import add_gated, merge_streams, modulate
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.ops import (
-    Shared,
-    add_gated,
-    merge_streams,
-    modulate,
-    project_out,
-    project_qkv,
-    run_block,
-)
+from knapformer.integrations.diffusers.ops import BlockContext, project_out, project_qkv, run_block
 from knapformer.integrations.diffusers.patches import Grid, grid_positions
 
 MULTIPLE = 32
@@ -88,20 +82,19 @@ class ZImage(Family):
         vec = model.t_embedder(inputs.timestep * model.t_scale).to(dtype)
         rotation = _rotation(model, inputs.positions)
         img = _or_padding(embed, inputs.image, model.x_pad_token, dtype)
-        cos, sin = (part.index_select(0, layout.image_index) for part in rotation)
-        visual = Shared(layout, (cos, sin), visual=True)
+        visual = BlockContext(layout, rotation.take(layout.image_index), visual=True)
         for block in model.noise_refiner:
             img = run_block(model, block, visual, img, vec)
         txt = _or_padding(model.cap_embedder, inputs.text, model.cap_pad_token, dtype)
-        texts = Shared.texts(layout, _rotation(model, _caption_positions(layout.context.lens, txt.device)))
+        texts = BlockContext.texts(layout, _rotation(model, _caption_positions(layout.context.lens, txt.device)))
         for block in model.context_refiner:
             txt = run_block(model, block, texts, txt, vec)
         x = merge_streams(txt.index_select(0, inputs.text_rows), img, layout)
-        shared = Shared(layout, rotation)
+        ctx = BlockContext(layout, rotation)
         for block in model.layers:
-            x = run_block(model, block, shared, x, vec)
+            x = run_block(model, block, ctx, x, vec)
         x = final.norm_final(x.index_select(0, layout.image_index))
-        return final.linear(modulate(x, None, final.adaLN_modulation(vec), shared.image_vector))
+        return final.linear(modulate(x, None, final.adaLN_modulation(vec), ctx.image_vector))
 
 
 def _or_padding(embed: Any, rows: Tensor, padding: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,9 +102,9 @@ def _or_padding(embed: Any, rows: Tensor, padding: Tensor, dtype: torch.dtype) -
     return torch.where(rows[:, -1:] > 0, padding, embed(rows[:, :-1].to(dtype)))
 
 
-def _rotation(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(model: Any, positions: Tensor) -> Rotation:
     angles = model.rope_embedder(positions)
-    return angles.real.repeat_interleave(2, dim=1), angles.imag.repeat_interleave(2, dim=1)
+    return Rotation(angles.real, angles.imag)
 
 
 def _caption_positions(lens: np.ndarray, device: torch.device) -> Tensor:
@@ -121,14 +114,14 @@ def _caption_positions(lens: np.ndarray, device: torch.device) -> Tensor:
     return nn.functional.pad(at[:, None], (0, 2)).to(device)
 
 
-def _block(block: Any, shared: Shared, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
-    index, attn = shared.vector, block.attention
+def _block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
+    index, attn = ctx.vector, block.attention
     hidden = block.attention_norm1(x_TD)
     if not block.modulation:
-        x_TD = x_TD + block.attention_norm2(project_out(attn, shared.attend(*project_qkv(attn, hidden))))
+        x_TD = x_TD + block.attention_norm2(project_out(attn, ctx.attend(*project_qkv(attn, hidden))))
         return x_TD + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x_TD)))
     scale, gate, scale_mlp, gate_mlp = block.adaLN_modulation(vec_SD).chunk(4, dim=-1)
-    attended = project_out(attn, shared.attend(*project_qkv(attn, modulate(hidden, None, scale, index))))
+    attended = project_out(attn, ctx.attend(*project_qkv(attn, modulate(hidden, None, scale, index))))
     x_TD = add_gated(x_TD, block.attention_norm2(attended), gate.tanh(), index)
     hidden = block.feed_forward(modulate(block.ffn_norm1(x_TD), None, scale_mlp, index))
     return add_gated(x_TD, block.ffn_norm2(hidden), gate_mlp.tanh(), index)

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.attention import Layout
+from knapformer.attention.rows import compute_dtype
 from knapformer.data.profile import LayerShape
 from knapformer.errors import CalibrationError, SpecError
-from knapformer.models import DiTConfig, MMDiTConfig
+from knapformer.models import DiTConfig, MMDiTConfig, Rotation, merge_streams, rotation_from_ids
 from knapformer.models.dit import DiTBlock
 from knapformer.models.init import fill_parameters
 from knapformer.models.mmdit import DoubleStreamBlock, SingleStreamBlock
-from knapformer.models.packed import compute_dtype, merge_streams
-from knapformer.models.rope import Rotation, rotation_from_ids
 
 TEXT_SHARE = 8
 """One token in this many is text, in layers that tell text from image."""
