@@ -55,7 +55,7 @@ duckdb.sql('''COPY (
 def measure(arguments: list[str]) -> dict[str, Any]:
     """Run `knapformer advise` in a child; its answer, wall and CPU time [s] and peak memory [byte]."""
     start = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", "knapformer.cli.main", "advise", *arguments, "--json"],
+    child = subprocess.Popen([sys.executable, "-m", "knapformer", "advise", *arguments, "--json"],
                              stdout=subprocess.PIPE)  # fmt: skip
     assert child.stdout is not None  # noqa: S101
     output = child.stdout.read()

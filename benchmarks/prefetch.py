@@ -23,11 +23,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from knapformer.cli.demo import demo_config
 from knapformer.data import build_demo, read_manifest
 from knapformer.report import RecordWriter, read_records
 from knapformer.train import StepReport, TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig
+from knapformer.train.demo import demo_config
 from knapformer.train.launch import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

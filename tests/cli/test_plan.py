@@ -29,7 +29,7 @@ SMALL = "g2b2i256f1s0,g2b1i512f1s0"
 
 def knapformer(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
-    command = [sys.executable, "-m", "knapformer.cli.main", *arguments]
+    command = [sys.executable, "-m", "knapformer", *arguments]
     env |= {"COLUMNS": "200", "NO_COLOR": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
 

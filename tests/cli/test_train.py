@@ -59,7 +59,7 @@ def test_train_starts_ranks_and_goes_on_under_torchrun(config: Path, tmp_path: P
     assert_tracked(tmp_path, first.column("loss"))
     config.write_text(config.read_text().replace("steps = 3", "steps = 5"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command += ["-m", "knapformer.cli.main", "train", str(config), "--device", "cpu"]
+    command += ["-m", "knapformer", "train", str(config), "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,16 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from knapformer.cli.train import progress_bar
-from knapformer.data import build_demo, demo_loader_groups, demo_media_options, read_manifest
+from knapformer.data import build_demo, read_manifest
 from knapformer.plan.planners import BagsPlanner, make_planner
 from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
 from knapformer.train import TrainConfig, Trainer
-from knapformer.train.config import BalancerConfig, DataConfig, LoaderConfig, ModelConfig, RunConfig
+from knapformer.train.config import BalancerConfig
+from knapformer.train.demo import PROFILE, demo_config
 from knapformer.train.launch import run_on_ranks
 
 UNBALANCED, BALANCED = "unbalanced", "balanced"
-PROFILE = "demo-cpu"
-"""Measured prices of the demo's layers; ships with the library."""
 
 
 def demo(
@@ -85,23 +84,6 @@ def demo(
         f"speed-up {comparison.speedup:.2f}; perfect balance of the modelled work: {comparison.ideal_speedup:.2f}\n"
         f"figure {figure}, run record {record}"
     )
-
-
-def demo_config(manifest: Path, steps: int) -> TrainConfig:
-    """The demo's training run: a small MMDiT, a clip on one loader, a few small images on the other."""
-    media = demo_media_options()
-    loaders = [LoaderConfig(source=g.source, num_loaders=g.num_loaders, batch=g.batch) for g in demo_loader_groups()]
-    data = DataConfig(
-        manifest=str(manifest),
-        loaders=loaders,
-        patch=media.patch,
-        max_pixels=media.max_pixels,
-        fps=media.fps,
-        max_frames=media.max_frames,
-    )
-    model = ModelConfig(width=192, num_heads=4, num_double=2, num_single=4, axes_dims=(16, 16, 16))
-    balancer = BalancerConfig(planner="local", profile=PROFILE)
-    return TrainConfig(data=data, model=model, balancer=balancer, train=RunConfig(steps=steps))
 
 
 def _train_both(device: torch.device, config: TrainConfig, balanced: BalancerConfig, record: Path, quiet: bool) -> None:

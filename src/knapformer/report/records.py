@@ -62,8 +62,9 @@ class RecordWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _mend_last_line(self.path)
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="\n")
-        program = Path(sys.argv[0])  # `python -m knapformer.cli.main` is the command by another name
-        command = ["knapformer" if program.parts[-2:] == ("cli", "main.py") else program.name, *sys.argv[1:]]
+        program = Path(sys.argv[0])  # `python -m knapformer` is the command by another name
+        by_module = program.parts[-2:] in (("knapformer", "__main__.py"), ("cli", "main.py"))
+        command = ["knapformer" if by_module else program.name, *sys.argv[1:]]
         self._write("run", environment=environment(device), command=command, config=dict(config))
 
     def step(self, step: int, **values: Any) -> None:

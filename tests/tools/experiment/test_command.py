@@ -114,11 +114,27 @@ def test_errors_are_one_line(
     assert message in err and err.strip().count("\n") == 0
 
 
-def test_the_slurm_script_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("submitit")
-    assert status("experiment", "flux-paper", "--engine", "slurm", "--out", str(tmp_path), "--dry-run") == 0
-    out = capsys.readouterr().out
-    assert out.startswith("#!/bin/bash") and "--nnodes=4" in out and "--nproc-per-node=8" in out
+def test_a_slurm_job_is_printed_written_and_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, tools = tmp_path / "out", tmp_path / "tools"
+    command = ("experiment", "flux-paper", "--engine", "slurm", "--out", str(out))
+    assert status(*command, "--dry-run") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("#!/bin/bash") and "--nnodes 4" in printed and "--nproc-per-node 8" in printed
+    assert not out.exists()
+
+    monkeypatch.setenv("PATH", str(tools))
+    assert status(*command) == 0
+    job = out / "slurm" / "job.sh"
+    assert job.read_text() == printed
+    assert capsys.readouterr().out == f"no sbatch on this machine; where there is one: sbatch {job}\n"
+
+    tools.mkdir()
+    (tools / "sbatch").write_text(f'#!/bin/sh\n[ "$2" = {job} ] && echo 41\n')
+    (tools / "sbatch").chmod(0o755)
+    assert status(*command) == 0
+    assert "submitted job 41; " in capsys.readouterr().out
 
 
 def test_a_grid_trains_on_two_ranks_and_goes_on_after_a_kill(tmp_path: Path) -> None:
@@ -148,6 +164,6 @@ def test_a_grid_trains_on_two_ranks_and_goes_on_after_a_kill(tmp_path: Path) -> 
 
 
 def _experiment(grid: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "knapformer.cli.main", "experiment", str(grid), "--out", str(out)]
+    command = [sys.executable, "-m", "knapformer", "experiment", str(grid), "--out", str(out)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200", "NO_COLOR": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)

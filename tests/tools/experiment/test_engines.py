@@ -7,13 +7,13 @@ import pytest
 
 from knapformer.errors import SpecError
 from knapformer.plan import make_planner
-from knapformer.tools.experiment.grid import Cell, Grid, read_grid
+from knapformer.tools.experiment.grid import Cell, Experiment, read_grid
 from knapformer.tools.experiment.modelled import SimulateEngine
 from knapformer.tools.simulate.presets import named_workload
 from knapformer.tools.simulate.scenario import Scenario, simulate
 
 CODES = "g2b2i256f1s0,g1b1i2048f17s1,g1b1i256f1s0"
-GRID = Grid(
+GRID = Experiment(
     name="g", workloads=(CODES,), planners=("local", "g2n2", "balanced"), seeds=(0, 1), steps=2, cluster="h100x4-node2"
 )
 

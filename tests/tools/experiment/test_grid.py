@@ -3,11 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from knapformer.errors import SpecError
-from knapformer.tools.experiment.grid import GRIDS, Grid, grid_names, read_grid
+from knapformer.tools.experiment.grid import Experiment, grid_names, read_grid
 
 SMALL = """
 name = "small"
@@ -34,12 +33,14 @@ def test_planners_of_the_same_batches_run_one_after_the_other(tmp_path: Path) ->
 
 
 def test_a_python_file_defines_a_grid(tmp_path: Path) -> None:
-    code = "from knapformer.tools.experiment.grid import Grid\nsizes = [2 * n for n in (1, 2)]\n"
-    code += "GRID = Grid(name='py', workloads=('x',), planners=tuple(f'g{n}n2' for n in sizes), cluster='h100x8')\n"
+    code = "from knapformer.tools.experiment.grid import Experiment\nsizes = [2 * n for n in (1, 2)]\n"
+    code += (
+        "GRID = Experiment(name='py', workloads=('x',), planners=tuple(f'g{n}n2' for n in sizes), cluster='h100x8')\n"
+    )
     (tmp_path / "g.py").write_text(code)
     assert [cell.planner for cell in read_grid(str(tmp_path / "g.py")).cells()] == ["g2n2", "g4n2"]
     (tmp_path / "g.py").write_text("GRID = {}")
-    with pytest.raises(SpecError, match=r"GRID must be a knapformer\.tools\.experiment\.grid\.Grid"):
+    with pytest.raises(SpecError, match=r"GRID must be a knapformer\.tools\.experiment\.grid\.Experiment"):
         read_grid(str(tmp_path / "g.py"))
 
 
@@ -50,17 +51,6 @@ def test_the_papers_grid_is_whole() -> None:
     assert {"local", "g1n32", "g2n16", "g4n8", "g8n4", "balanced"} < set(grid.planners)
     assert sum("+" in planner for planner in grid.planners) >= 2
     assert (len(grid.seeds), grid.num_ranks, grid.num_nodes, grid.ranks_in_node) == (5, 32, 4, 8)
-
-
-def test_the_demos_training_file_is_the_demo() -> None:
-    pytest.importorskip("torch")
-    from knapformer.cli.demo import demo_config
-    from knapformer.train import TrainConfig
-
-    read = msgspec.toml.decode((GRIDS / "demo.toml").read_bytes(), type=TrainConfig)
-    demo = demo_config(Path("demo"), read.train.steps)
-    local = msgspec.structs.replace(read, balancer=msgspec.structs.replace(read.balancer, planner="local"))
-    assert local == demo
 
 
 @pytest.mark.parametrize(
@@ -92,4 +82,4 @@ def test_a_grid_that_is_not_there() -> None:
 
 def test_grids_can_be_changed() -> None:
     assert replace(read_grid("tiny"), seeds=(7,)).seeds == (7,)
-    assert isinstance(read_grid("tiny"), Grid)
+    assert isinstance(read_grid("tiny"), Experiment)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from knapformer.errors import PlanError, SpecError
-from knapformer.tools.experiment.grid import Cell, Grid
+from knapformer.tools.experiment.grid import Cell, Experiment
 from knapformer.tools.experiment.loop import Started, run_cells
 from knapformer.tools.experiment.store import DIED, Store
 
-GRID = Grid(name="g", workloads=("w",), planners=("local", "g2n1", "balanced"), seeds=(0, 1), steps=3, ranks_per_node=2)
+GRID = Experiment(
+    name="g", workloads=("w",), planners=("local", "g2n1", "balanced"), seeds=(0, 1), steps=3, ranks_per_node=2
+)
 
 
 class Engine:
@@ -32,7 +34,7 @@ class Engine:
             yield {"seconds": step + cell.seed + 0.5}
 
 
-def run(folder: Path, engine: Engine, grid: Grid = GRID, **options: Any) -> Store:
+def run(folder: Path, engine: Engine, grid: Experiment = GRID, **options: Any) -> Store:
     store = Store(folder, grid, "simulate")
     with store.locked():
         run_cells(store, store.prepare(), engine, **options)

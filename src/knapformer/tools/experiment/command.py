@@ -18,7 +18,7 @@ from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import read_runs
 from knapformer.report.tables import grouped, report_data
 from knapformer.report.terminal import report_lines
-from knapformer.tools.experiment.grid import Cell, EngineName, Grid, read_grid
+from knapformer.tools.experiment.grid import Cell, EngineName, Experiment, read_grid
 from knapformer.tools.experiment.loop import Engine, run_cells
 from knapformer.tools.experiment.store import Store
 
@@ -41,7 +41,8 @@ def command(
         flux-paper, tiny, or a .toml or .py file; see docs/experiment.md.
     engine
         simulate: on a virtual cluster. replay: each rank's share on this device. torchrun: train, on ranks started
-        here, or on those of the launch that runs this command. slurm: submit a job that does. Default: the grid's.
+        here, or on those of the launch that runs this command. slurm: submit a job that does, or write its script.
+        Default: the grid's.
     out
         Folder for records and report. Default: runs/experiments/GRID-ENGINE.
     dry_run
@@ -83,7 +84,7 @@ def write_reports(store: Store) -> dict[str, Any]:
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
-def _engine(grid: Grid, name: str) -> Engine:
+def _engine(grid: Experiment, name: str) -> Engine:
     if name == "simulate":
         from knapformer.tools.experiment.modelled import SimulateEngine
 
@@ -142,10 +143,16 @@ def _train_on_rank(device: Any, store: Store) -> None:
 
 
 def _submit(store: Store, arguments: list[str]) -> None:
-    from knapformer.tools.experiment.launch import slurm_executor
+    """Write the batch script into the run's folder and submit it, or say what submits it."""
+    from knapformer.tools.experiment.launch import slurm_script, submit
 
-    job = slurm_executor(store.grid, store.folder / "slurm", arguments).submit(write_reports, store)
-    Console(highlight=False).print(f"submitted job {job.job_id}; records and report: {store.folder}")
+    console = Console(highlight=False, soft_wrap=True)
+    script = write_text(store.folder / "slurm" / "job.sh", slurm_script(store.grid, store.folder, arguments))
+    job = submit(script)
+    if job is None:
+        console.print(f"no sbatch on this machine; where there is one: sbatch {shlex.quote(str(script))}")
+    else:
+        console.print(f"submitted job {job}; records and report: {store.folder}")
 
 
 # ---- what is shown -------------------------------------------------------------------------------------------------
@@ -153,10 +160,10 @@ def _submit(store: Store, arguments: list[str]) -> None:
 
 def _list(store: Store, engine: str, arguments: list[str]) -> None:
     """What would run, and how."""
-    from knapformer.tools.experiment.launch import check_ranks, slurm_executor, slurm_script, torchrun_command
+    from knapformer.tools.experiment.launch import check_ranks, slurm_script, torchrun_command
 
     if engine == "slurm":
-        print(slurm_script(slurm_executor(store.grid, store.folder / "slurm", arguments, dry=True)))
+        print(slurm_script(store.grid, store.folder, arguments), end="")
         return
     runs = store.read()
     for cell in store.grid.cells():
@@ -168,7 +175,7 @@ def _list(store: Store, engine: str, arguments: list[str]) -> None:
         check_ranks(store.grid)
 
 
-def _simulate(grid: Grid, cell: Cell) -> Sequence[str]:
+def _simulate(grid: Experiment, cell: Cell) -> Sequence[str]:
     """Arguments that simulate one cell by itself."""
     chosen = ["--topology", cell.topology] if cell.topology else ["--planner", cell.planner]
     model = ["--model", cell.model] if cell.model else []

@@ -1,4 +1,4 @@
-"""What an experiment runs: workloads x models x seeds x planners, from a TOML file or `GRID` in a Python file.
+"""What an experiment runs: the grid workloads x models x seeds x planners, from a TOML file or `GRID` in a Python file.
 
     name = "mine"                                engine = "simulate"
     workloads = ["flux-lowres", "flux-joint"]    cluster = "h100x32"
@@ -12,17 +12,17 @@ compared run one after the other. Grids of the library are named without an endi
 import runpy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from knapformer.errors import BackendUnavailableError, SpecError
+from knapformer.errors import SpecError
+from knapformer.files import convert, read_toml
 from knapformer.plan import Planner, make_planner
 from knapformer.tools.simulate.presets import cluster_preset
 
-GRIDS = files("knapformer.tools.experiment") / "grids"
-"""Grids of the library, and the training file of the demo."""
+GRIDS = Path(__file__).parent / "grids"
+"""Grids of the library."""
 EngineName = Literal["simulate", "replay", "torchrun", "slurm"]
 
 
@@ -64,8 +64,8 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """A grid, checked.
+class Experiment:
+    """A grid of cells and how it is run, checked.
 
     Attributes:
         name: of the experiment.
@@ -80,7 +80,7 @@ class Grid:
         engine: that runs it unless another is asked for.
         cluster: to simulate on; also says how many ranks there are, and on how many nodes.
         nodes, ranks_per_node: where there is no cluster.
-        slurm: options of submitit for the job, e.g. slurm_partition, timeout_min.
+        slurm: options of `sbatch`, such as `partition` and `time` [minutes]; see `launch.slurm_script`.
         folder: that paths are relative to.
     """
 
@@ -142,41 +142,31 @@ class Grid:
 
 def grid_names() -> tuple[str, ...]:
     """Grids of the library."""
-    names = (entry.name.removesuffix(".toml") for entry in GRIDS.iterdir() if entry.name.endswith(".toml"))
-    return tuple(sorted(name for name in names if name != "demo"))
+    return tuple(sorted(path.stem for path in GRIDS.glob("*.toml")))
 
 
-def read_grid(text: str) -> Grid:
-    """A grid by the library's name for it, or from a `.toml` or `.py` file.
+def read_grid(text: str) -> Experiment:
+    """An experiment by the library's name for its grid, or from a `.toml` or `.py` file.
 
     Raises:
         SpecError: naming the file and what is wrong in it.
     """
     if text in grid_names():
-        return _parse((GRIDS / f"{text}.toml").read_bytes(), text, ".")
+        return _read_toml(GRIDS / f"{text}.toml", folder=".")
     path = Path(text)
     if path.suffix not in (".toml", ".py") or not path.is_file():
         raise SpecError(f"no grid {text!r}; give a .toml or .py file, or one of {', '.join(grid_names())}")
     if path.suffix == ".toml":
-        return _parse(path.read_bytes(), text, str(path.parent))
+        return _read_toml(path, folder=str(path.parent))
     grid = runpy.run_path(text).get("GRID")
-    if not isinstance(grid, Grid):
-        raise SpecError(f"{text}: GRID must be a knapformer.tools.experiment.grid.Grid, got {grid!r:.60}")
+    if not isinstance(grid, Experiment):
+        raise SpecError(f"{text}: GRID must be a knapformer.tools.experiment.grid.Experiment, got {grid!r:.60}")
     return grid
 
 
-def _parse(data: bytes, origin: str, folder: str) -> Grid:
-    try:
-        import msgspec
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "reading a grid needs msgspec; install it with: pip install 'knapformer[experiment]'"
-        ) from error
-    try:
-        content = msgspec.toml.decode(data)
-        known = {*Grid.__slots__} - {"folder"}
-        if unknown := sorted(content.keys() - known):
-            raise SpecError(f"{origin}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
-        return msgspec.convert(content | {"folder": folder}, Grid)
-    except msgspec.DecodeError as error:
-        raise SpecError(f"{origin}: {error}") from error
+def _read_toml(path: Path, *, folder: str) -> Experiment:
+    content = read_toml(path, dict[str, Any], error=SpecError)
+    known = {*Experiment.__slots__} - {"folder"}
+    if unknown := sorted(content.keys() - known):
+        raise SpecError(f"{path}: unknown keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    return convert(content | {"folder": folder}, Experiment, str(path), error=SpecError)

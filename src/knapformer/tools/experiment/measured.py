@@ -9,7 +9,7 @@ from knapformer.data import Trace
 from knapformer.errors import SpecError
 from knapformer.models import MMDiT
 from knapformer.plan import Cluster, CostModel, Sequences, measure
-from knapformer.tools.experiment.grid import Cell, Grid
+from knapformer.tools.experiment.grid import Cell, Experiment
 from knapformer.tools.experiment.loop import Started
 from knapformer.tools.replay.replay import CPU_SHAPE, FLUX_SHAPE, replay, replay_model, scaled
 from knapformer.tools.simulate.presets import named_workload
@@ -24,7 +24,7 @@ class ReplayEngine:
     divided by it). Without one: FLUX's blocks on CUDA, a small model and short lengths on a CPU.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Experiment) -> None:
         self.grid = grid
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         default: dict[str, Any] = dict(

@@ -13,7 +13,7 @@ import numpy as np
 from knapformer.data import Trace
 from knapformer.errors import SpecError
 from knapformer.plan import measure
-from knapformer.tools.experiment.grid import Cell, Grid
+from knapformer.tools.experiment.grid import Cell, Experiment
 from knapformer.tools.experiment.loop import Started
 from knapformer.tools.simulate.presets import named_workload
 from knapformer.tools.simulate.scenario import Scenario, model_of
@@ -22,7 +22,7 @@ from knapformer.tools.simulate.scenario import Scenario, model_of
 class SimulateEngine:
     """Runs cells of a grid in the simulator."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Experiment) -> None:
         if grid.cluster is None:
             raise SpecError(f"grid {grid.name!r} names no cluster to simulate; give one, e.g. cluster = 'h100x32'")
         self.grid, self.cluster = grid, grid.cluster

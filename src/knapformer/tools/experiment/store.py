@@ -17,7 +17,7 @@ from typing import Any
 
 from knapformer.errors import SpecError
 from knapformer.report.records import RunRecord, read_records
-from knapformer.tools.experiment.grid import Cell, Grid
+from knapformer.tools.experiment.grid import Cell, Experiment
 
 DIED = "a rank ended while this cell ran; its output says why"
 
@@ -31,7 +31,7 @@ class Store:
         engine: that runs them.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], grid: Grid, engine: str) -> None:
+    def __init__(self, folder: str | os.PathLike[str], grid: Experiment, engine: str) -> None:
         self.folder, self.grid, self.engine = Path(folder), grid, engine
         self.records = self.folder / "records.jsonl"
 

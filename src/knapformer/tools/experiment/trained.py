@@ -16,14 +16,16 @@ import torch.distributed as dist
 
 from knapformer.data import build_demo, read_manifest
 from knapformer.errors import KnapFormerError, SpecError
-from knapformer.tools.experiment.grid import GRIDS, Cell, Grid
+from knapformer.files import convert
+from knapformer.tools.experiment.grid import Cell, Experiment
 from knapformer.tools.experiment.loop import Started, run_cells
 from knapformer.tools.experiment.store import Store
 from knapformer.train import TrainConfig, Trainer, read_config
 from knapformer.train.config import ModelConfig
+from knapformer.train.demo import demo_config
 
 
-def cell_config(grid: Grid, cell: Cell, folder: Path) -> TrainConfig:
+def cell_config(grid: Experiment, cell: Cell, folder: Path) -> TrainConfig:
     """The training run of a cell.
 
     Args:
@@ -34,19 +36,15 @@ def cell_config(grid: Grid, cell: Cell, folder: Path) -> TrainConfig:
         SpecError: naming the file and what is wrong in it.
     """
     if cell.workload == "demo":
-        config = msgspec.toml.decode((GRIDS / "demo.toml").read_bytes(), type=TrainConfig)
-        manifest = str(folder / "demo" / "manifest.jsonl")
-        config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, manifest=manifest))
+        config = demo_config(folder / "demo" / "manifest.jsonl", grid.steps)
     else:
         config = read_config(Path(grid.folder) / cell.workload)
     model = config.model
     if cell.model is not None:
         if cell.model not in grid.shapes:
             raise SpecError(f"grid {grid.name!r}: model {cell.model!r} needs a table [shapes.{cell.model}]")
-        try:
-            model = msgspec.convert(msgspec.to_builtins(model) | grid.shapes[cell.model], ModelConfig)
-        except msgspec.ValidationError as error:
-            raise SpecError(f"grid {grid.name!r}: [shapes.{cell.model}]: {error}") from error
+        values = msgspec.to_builtins(model) | grid.shapes[cell.model]
+        model = convert(values, ModelConfig, f"grid {grid.name!r}: [shapes.{cell.model}]", error=SpecError)
     balancer = msgspec.structs.replace(config.balancer, planner=cell.planner_name, topology=cell.topology)
     run = msgspec.structs.replace(
         config.train, steps=grid.steps, seed=cell.seed, checkpoints=None, record="", ranks=grid.num_ranks
@@ -54,7 +52,7 @@ def cell_config(grid: Grid, cell: Cell, folder: Path) -> TrainConfig:
     return msgspec.structs.replace(config, model=model, balancer=balancer, train=run)
 
 
-def prepare_data(grid: Grid, folder: Path) -> None:
+def prepare_data(grid: Experiment, folder: Path) -> None:
     """Build what cells need that is not there yet, and check their configurations. On one process, before ranks start.
 
     Raises:
@@ -69,7 +67,7 @@ def prepare_data(grid: Grid, folder: Path) -> None:
 class TrainEngine:
     """Trains cells of a grid on all ranks. Collective."""
 
-    def __init__(self, grid: Grid, folder: Path, device: torch.device) -> None:
+    def __init__(self, grid: Experiment, folder: Path, device: torch.device) -> None:
         self.grid, self.folder, self.device = grid, folder, device
 
     def __call__(self, cell: Cell) -> Started:
