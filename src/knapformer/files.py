@@ -46,7 +46,11 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, error: type[KnapFo
 
 def write_text(path: str | os.PathLike[str], text: str, *, error: type[KnapFormerError] = DataError) -> Path:
     """`write_bytes` of a text in UTF-8."""
-    return write_bytes(path, text.encode("utf-8"), error=error)
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as problem:  # a lone surrogate, as of a file name that is not UTF-8
+        raise error(f"cannot write {os.fspath(path)!r}: {problem}") from problem
+    return write_bytes(path, data, error=error)
 
 
 def write_json(

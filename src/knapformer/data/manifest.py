@@ -19,17 +19,21 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from knapformer import files
+from knapformer.data.entry import Entry, read_entry
 from knapformer.data.images import image_size
 from knapformer.data.item import Item, Kind
+from knapformer.data.tables import open_engine, open_table, read_columns
 from knapformer.data.video import probe_clip
-from knapformer.errors import BackendUnavailableError, DataError, KnapFormerWarning, SpecError
+from knapformer.errors import DataError, KnapFormerWarning, SpecError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -37,6 +41,13 @@ PARQUET_SUFFIXES = (".parquet", ".pq")
 UNREAD_SUFFIXES = (".avif", ".flv", ".heic", ".heif", ".jxl", ".m4v", ".mpeg", ".mpg", ".tif", ".tiff", ".ts", ".wmv")
 """Media types that are a problem, not something to pass over, when a folder has them."""
 
+SIZES: dict[Kind, tuple[str, ...]] = {
+    "image": ("width", "height"),
+    "video": ("width", "height", "num_frames", "duration"),
+}
+"""What has to be known of a sample before it is loaded."""
+
+_KEYS = {field.name for field in fields(Entry)}
 _MAY_MOVE = (".gif", ".png", ".webp")  # image files that are clips if they are animated
 _SHOWN = 10  # problems spelled out in one message
 _ABOUT = {"image": "images", "video": "clips"}  # source of an entry that names none
@@ -128,7 +139,7 @@ def write_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
             entry |= {"num_frames": item.num_frames, "duration": item.duration, "start": item.start}
             entry |= {key: value for key in ("end", "fps") if (value := getattr(item, key)) is not None}
         lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
-    target.write_text("".join(lines), encoding="utf-8", newline="\n")
+    files.write_text(target, "".join(lines))
 
 
 _Entry = tuple[str, Callable[[], Item]]  # where it stands, and how to read it
@@ -145,86 +156,33 @@ def _folder_entries(root: Path) -> Iterator[_Entry]:
     for path in sorted(root.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
         if path.suffix.lower() in known and not hidden and path.is_file():
-            yield str(path), lambda path=path: _item(path, {})
+            yield str(path), partial(_item, path, Entry(path=path.name))
 
 
 def _jsonl_entries(file: Path, unknown: set[str]) -> list[_Entry]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"manifest {str(file)!r} cannot be read as UTF-8 text: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    return [(f"{file}:{number}", lambda line=line: _line_item(file.parent, line, unknown)) for number, line in lines]
+    def item(line: bytes) -> Item:
+        return _entry_item(file.parent, files.decode_json(line, dict[str, Any], ""), unknown)
+
+    return [(f"{file}:{number}", partial(item, line)) for number, line in files.read_lines(file)]
 
 
 def _parquet_entries(file: Path, unknown: set[str]) -> list[_Entry]:
-    """Its rows; an empty value, or NaN, is one that is left out."""
-    try:
-        import duckdb
-    except ImportError as error:
-        raise BackendUnavailableError(
-            "reading Parquet needs DuckDB, which is not installed; install it with: pip install 'knapformer[advise]'"
-        ) from error
-    try:
-        with duckdb.connect() as engine:
-            found = engine.execute("SELECT * FROM read_parquet(?)", [str(file)])
-            names = [column[0] for column in found.description]
-            rows = found.fetchall()
-    except duckdb.Error as error:
-        raise DataError(f"manifest {str(file)!r} cannot be read as Parquet: {error}") from error
-
-    def entry(row: tuple[Any, ...]) -> dict[str, Any]:
-        given = {n: v for n, v in zip(names, row, strict=True) if v is not None and v == v}
-        return {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in given.items()}
-
+    with open_engine() as run:
+        names, columns = read_columns(run, open_table(run, file))
+    rows = (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
     return [
-        (f"{file}, row {number}", lambda row=row: _entry_item(file.parent, entry(row), unknown))
+        (f"{file}, row {number}", partial(_entry_item, file.parent, row, unknown))
         for number, row in enumerate(rows, start=1)
     ]
 
 
-_KEYS: dict[str, tuple[type, ...]] = {
-    "path": (str,),
-    "note": (str,),  # for people; nothing reads it
-    "caption": (str,),
-    "source": (str,),
-    "start": (int, float),
-    "end": (int, float),
-    "fps": (int, float),
-    "width": (int,),
-    "height": (int,),
-    "num_frames": (int,),
-    "duration": (int, float),
-}
+def _entry_item(root: Path, values: dict[str, Any], unknown: set[str]) -> Item:
+    unknown.update(values.keys() - _KEYS)
+    entry = read_entry(values, Entry)
+    return _item(root / entry.path, entry)
 
 
-def _line_item(root: Path, line: str, unknown: set[str]) -> Item:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise DataError(f'must be a JSON object like {{"path": ..., "caption": ...}}, got {line.strip():.60}')
-    return _entry_item(root, entry, unknown)
-
-
-def _entry_item(root: Path, entry: dict[str, Any], unknown: set[str]) -> Item:
-    unknown.update(entry.keys() - _KEYS.keys())
-    values = {key: entry[key] for key in _KEYS if entry.get(key) is not None}
-    for key, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, _KEYS[key]):
-            raise DataError(f"{key} is {value!r}; it must be a {' or '.join(k.__name__ for k in _KEYS[key])}")
-        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
-            raise DataError(f"{key} is {value!r}; it must be a finite number of 0 or more")
-    for key in ("path", "source", "fps", "width", "height", "num_frames", "duration"):
-        if key in values and not values[key]:
-            raise DataError(f"{key} is {values[key]!r}; leave it out or give a value that is not empty or zero")
-    if "path" not in values:
-        raise DataError("has no 'path'; every line names its media file")
-    return _item(root / values.pop("path"), values)
-
-
-def _item(path: Path, values: dict[str, Any]) -> Item:
+def _item(path: Path, entry: Entry) -> Item:
     suffix = path.suffix.lower()
     if suffix not in IMAGE_SUFFIXES + VIDEO_SUFFIXES:
         kinds = " ".join(IMAGE_SUFFIXES + VIDEO_SUFFIXES)
@@ -233,41 +191,41 @@ def _item(path: Path, values: dict[str, Any]) -> Item:
         )
     if not path.is_file():
         raise DataError(f"{str(path)!r} does not exist or is no file; correct the path")
-    start, end = float(values.get("start", 0.0)), values.get("end")
-    if end is not None and end <= start:
-        raise DataError(f"end {end:g} s is not after start {start:g} s")
+    start = entry.start or 0.0
+    if entry.end is not None and entry.end <= start:
+        raise DataError(f"end {entry.end:g} s is not after start {start:g} s")
     try:
-        kind, sizes = _measure(path, suffix, values, start=start, end=end)
+        kind, sizes = _measure(path, suffix, entry)
     except DataError as error:
         raise DataError(f"{path.name!r} {error}") from error
-    if kind == "image" and (start or values.keys() & {"end", "fps"}):
+    if kind == "image" and (start or entry.end is not None or entry.fps is not None):
         raise DataError(f"{path.name!r} is an image; start, end and fps are for clips")
     return Item(
         id=-1,  # known once all entries are sorted
         path=path,
         kind=kind,
-        caption=values["caption"] if "caption" in values else _caption_beside(path),
+        caption=_caption_beside(path) if entry.caption is None else entry.caption,
         start=start,
-        end=None if end is None else float(end),
-        fps=values.get("fps"),
-        source=values.get("source", _ABOUT[kind]),
+        end=entry.end,
+        fps=entry.fps,
+        source=entry.source or _ABOUT[kind],
         **sizes,
     )
 
 
-def _measure(
-    path: Path, suffix: str, given: dict[str, Any], *, start: float, end: float | None
-) -> tuple[Kind, dict[str, Any]]:
-    is_clip = suffix in VIDEO_SUFFIXES or (suffix in _MAY_MOVE and "num_frames" in given)
-    wanted = ("width", "height", "num_frames", "duration") if is_clip else ("width", "height")
-    if all(key in given for key in wanted):
-        return ("video" if is_clip else "image"), {key: given[key] for key in wanted}
+def _measure(path: Path, suffix: str, entry: Entry) -> tuple[Kind, dict[str, Any]]:
+    """Kind and sizes: those that the entry has, else those of the file."""
+    is_clip = suffix in VIDEO_SUFFIXES or (suffix in _MAY_MOVE and entry.num_frames is not None)
+    kind: Kind = "video" if is_clip else "image"
+    given = {key: getattr(entry, key) for key in SIZES[kind]}
+    if None not in given.values():
+        return kind, given
     if not is_clip:
         width, height, moving = image_size(path)
         if not moving:
             return "image", {"width": width, "height": height}
-    clip = probe_clip(path, start=start, end=end)
-    return "video", {key: getattr(clip, key) for key in ("width", "height", "num_frames", "duration")}
+    clip = probe_clip(path, start=entry.start or 0.0, end=entry.end)
+    return "video", {key: getattr(clip, key) for key in SIZES["video"]}
 
 
 def _caption_beside(path: Path) -> str:

@@ -12,7 +12,6 @@ picture's own header. Compressed shards have no random access and are refused.
 """
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Iterable
@@ -20,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from knapformer import files
+from knapformer.data.entry import Described, read_entry
 from knapformer.data.images import image_size
 from knapformer.data.item import Item, Kind
-from knapformer.data.manifest import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from knapformer.data.manifest import IMAGE_SUFFIXES, SIZES, VIDEO_SUFFIXES
 from knapformer.errors import DataError
 
 
@@ -89,23 +90,24 @@ def _read_index(shard: Path) -> dict[str, dict[str, _Member]]:
 
 def _item(id: int, shard: Path, key: str, members: dict[str, _Member], source: str) -> Item:
     where = f"shard {str(shard)!r}, sample {key!r}"
+    told = Described()
+    if "json" in members:
+        told = read_entry(files.decode_json(members["json"].read(), dict[str, Any], where + ", json"), Described, where)
     try:
-        told: Any = json.loads(members["json"].read()) if "json" in members else {}
-        text = members["txt"].read().decode() if "txt" in members else told.get("caption", "")
-    except (AttributeError, ValueError) as error:
-        raise DataError(f"{where}: its json or txt cannot be read: {error}") from error
+        caption = members["txt"].read().decode() if "txt" in members else told.caption or ""
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: its txt cannot be read as UTF-8 text: {error}") from error
     media = [e for e in members if f".{e}" in IMAGE_SUFFIXES + VIDEO_SUFFIXES]
     if len(media) != 1:
         raise DataError(f"{where}: has {sorted(members)}; a sample has one picture or clip")
     kind: Kind = "image" if f".{media[0]}" in IMAGE_SUFFIXES else "video"
-    wanted = ("width", "height") if kind == "image" else ("width", "height", "num_frames", "duration")
-    sizes = {name: told.get(name) for name in wanted}
+    sizes: dict[str, Any] = {name: getattr(told, name) for name in SIZES[kind]}
     if kind == "image" and None in sizes.values():
         try:
             sizes["width"], sizes["height"], _ = image_size(io.BytesIO(members[media[0]].read()))
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
-    if bad := [n for n, v in sizes.items() if isinstance(v, bool) or not isinstance(v, int | float) or not v > 0]:
-        raise DataError(f"{where}: {bad[0]} is {sizes[bad[0]]!r}; its json must have {', '.join(wanted)}, all above 0")
+    if missing := [name for name, value in sizes.items() if value is None]:
+        raise DataError(f"{where}: {missing[0]} is not given; its json must have {', '.join(sizes)}")
     path = shard / f"{key}.{media[0]}"
-    return Item(id=id, path=path, kind=kind, caption=str(text).strip(), source=source, **sizes)
+    return Item(id=id, path=path, kind=kind, caption=caption.strip(), source=source, **sizes)

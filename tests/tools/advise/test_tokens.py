@@ -8,8 +8,8 @@ import pytest
 
 from knapformer.data import Item, sample_grid
 from knapformer.data import grid as rule
+from knapformer.data.tables import open_engine, open_table
 from knapformer.tools.advise import query
-from knapformer.tools.advise.engine import open_engine, open_table
 from knapformer.tools.advise.query import Query, ScanOptions
 from knapformer.tools.advise.sql import Sql
 from knapformer.tools.simulate.presets import ModelShape, model_preset

@@ -7,13 +7,14 @@ batches until all ranks have equally many. Small data sets, many shapes and many
     16 pictures, batch 45       0 batches         `EpochSampler(16, 45)`: one step of all 16
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from knapformer.data import Item
 from knapformer.data.draws import fractions
-from knapformer.tools.advise.buckets import _config, _entry, _size
+from knapformer.tools.advise.buckets import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,22 @@ def bucket_epoch(config: Path, items: Iterable[Item], ranks: int, *, seed: int =
     Raises:
         DataError: naming file and bucket, for what cannot be read.
     """
-    tables = [(_size(config, name), name, table) for name, table in _config(config).items()]
-    largest_first = sorted(tables, key=lambda one: -one[0][0] * one[0][1])
-    held: dict[tuple[str, int], int] = {}
-    batch: dict[tuple[str, int], int] = {}
+    resolutions = read_config(config)
+    held: Counter[tuple[int, int]] = Counter()  # (resolution, frames) -> samples
     samples = 0
     for item in items:
-        draws = fractions(len(largest_first), seed=seed, stream="buckets", index=samples)
+        draws = fractions(len(resolutions), seed=seed, stream="buckets", index=samples)
         samples += 1
-        for draw, ((width, height), name, table) in zip(draws, largest_first, strict=True):
+        for index, (width, height, table) in enumerate(resolutions):
             # Pictures go to buckets of one frame and clips to the longest that they fill.
             fits = [n for n in table if (n == 1 if item.kind == "image" else 1 < n <= item.num_frames)]
             if not fits or item.width * item.height < width * height:
                 continue
-            key = name, max(fits)
-            probability, batch[key] = _entry(config, f"{name!r}, {key[1]} frames", table[key[1]])
-            if draw < probability:
-                held[key] = held.get(key, 0) + 1
+            frames = max(fits)
+            if draws[index] < table[frames][0]:
+                held[index, frames] += 1
                 break
+    batch = {(index, frames): resolutions[index].buckets[frames][1] for index, frames in held}
     batches = {key: count // batch[key] for key, count in held.items()}
     full = sum(number * batch[key] for key, number in batches.items())
     total = sum(batches.values())

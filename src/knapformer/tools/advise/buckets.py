@@ -13,15 +13,15 @@ stay with the bucket's probability.
 """
 
 import ast
-import json
+import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from knapformer import files
 from knapformer.errors import DataError
 from knapformer.plan import CostModel
 from knapformer.plan.arrays import Int64Array
@@ -30,6 +30,7 @@ from knapformer.tools.simulate.presets import ModelShape
 
 _LINES = {"144p": (256, 144), "240p": (426, 240), "360p": (640, 360), "480p": (854, 480), "720p": (1280, 720),
           "1080p": (1920, 1080), "2k": (2048, 1080), "4k": (3840, 2160)}  # fmt: skip
+_EXPECTED = "expected {resolution: {frames: (probability, batch size)}}"
 _WEIGHT = 10**6  # samples that stand for all of one number of frames
 
 
@@ -77,13 +78,12 @@ def read_buckets(path: Path, model: ModelShape) -> tuple[Histogram, Buckets]:
     Raises:
         DataError: naming file and bucket, if it cannot be read as one.
     """
-    config = _config(path)
+    config = read_config(path)
     length, weight, batch = [], [], []
-    for frames in sorted({f for table in config.values() for f in table}):
+    for frames in sorted({f for resolution in config for f in resolution.buckets}):
         left = 1.0  # of the samples of this number of frames, those not yet in a bucket
-        sized = [(_size(path, name), name, table) for name, table in config.items() if frames in table]
-        for (width, height), name, table in sorted(sized, key=lambda s: -s[0][0] * s[0][1]):
-            probability, size = _entry(path, f"{name!r}, {frames} frames", table[frames])
+        for width, height, table in config:
+            probability, size = table.get(frames, (0.0, 1))
             if probability > 0 and left > 0:
                 length.append(model.sequence_length(width, height, frames))
                 weight.append(max(1, round(left * probability * _WEIGHT)))
@@ -99,28 +99,39 @@ def read_buckets(path: Path, model: ModelShape) -> tuple[Histogram, Buckets]:
     return histogram, Buckets(histogram.cumulative - histogram.count, histogram.count, histogram.length, least)
 
 
-def _config(path: Path) -> Mapping[str, Mapping[int, Any]]:
-    expected = "expected {resolution: {frames: (probability, batch size)}}"
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else _assigned(text, "bucket_config")
-    except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as a bucket config: {error}; {expected}") from error
-    if isinstance(found, dict) and isinstance(found.get("bucket_config"), dict):
-        found = found["bucket_config"]
-    if not isinstance(found, dict) or not found:
-        raise DataError(f"{path}: has no bucket config; {expected}")
-    tables: dict[str, dict[int, Any]] = {}
-    for name, table in found.items():
+class Resolution(NamedTuple):
+    """The buckets of one resolution: frames -> probability and batch size."""
+
+    width: int
+    height: int
+    buckets: dict[int, tuple[float, int]]
+
+
+def read_config(path: Path) -> list[Resolution]:
+    """The resolutions of an Open-Sora config, the largest first. Raises `DataError` as `read_buckets` does."""
+    config = _config(path)
+    config = config.get("bucket_config", config)
+    if not isinstance(config, dict) or not config:
+        raise DataError(f"{path}: has no bucket config; {_EXPECTED}")
+    found: list[Resolution] = []
+    for name, table in config.items():
         if str(name).startswith("_"):  # Open-Sora 2 keeps settings beside the resolutions
             continue
-        try:
-            tables[str(name)] = {int(frames): entry for frames, entry in table.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: bucket {name!r} is {table!s:.60}; {expected}") from error
-        if bad := [frames for frames in tables[str(name)] if frames < 1]:
-            raise DataError(f"{path}: bucket {name!r} has {bad[0]} frames; it must be at least 1")
-    return tables
+        where = f"{path}: bucket {name!r}"
+        entries = files.convert(table, dict[int, tuple[float | tuple[float, ...], int | None]], where)
+        buckets = {n: _checked(f"{where}, {n} frames", n, *entry) for n, entry in entries.items()}
+        found.append(Resolution(*_size(path, str(name)), buckets))
+    return sorted(found, key=lambda one: -one.width * one.height)
+
+
+def _config(path: Path) -> dict[Any, Any]:
+    if path.suffix == ".json":
+        return files.read_json(path, dict[str, Any])
+    try:
+        found = _assigned(files.read_bytes(path).decode(), "bucket_config")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{path}: cannot be read as a bucket config: {error}; {_EXPECTED}") from error
+    return files.convert(found, dict, str(path))
 
 
 def _assigned(text: str, name: str) -> Any:
@@ -143,17 +154,14 @@ def _size(path: Path, name: str) -> tuple[int, int]:
     )
 
 
-def _entry(path: Path, where: str, entry: Any) -> tuple[float, int]:
+def _checked(where: str, frames: int, probability: float | tuple[float, ...], batch: int | None) -> tuple[float, int]:
     """Probability and batch size; a pair of probabilities (frames, resolution) counts as their product."""
-    try:
-        probability, batch = entry
-        parts = probability if isinstance(probability, (list, tuple)) else (probability,)
-        product = float(np.prod([float(part) for part in parts]))
-        size = int(batch) if product > 0 else 1
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: bucket {where} is {entry!r}; expected (probability, batch size)") from error
-    if not (0 <= product <= 1 and size >= 1):
+    pair = probability if isinstance(probability, tuple) else (probability,)
+    product = math.prod(pair)
+    size = 1 if product == 0 else batch or 0  # a bucket that nothing goes to may have no batch size
+    if frames < 1 or not all(0 <= share <= 1 for share in pair) or size < 1:
         raise DataError(
-            f"{path}: bucket {where} is {entry!r}; expected a probability from 0 to 1, a batch of 1 or more"
+            f"{where} is ({probability}, {batch}); expected frames of 1 or more, a probability from 0 to 1, and a "
+            "batch of 1 or more"
         )
     return product, size

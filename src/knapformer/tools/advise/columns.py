@@ -10,38 +10,28 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from knapformer.data.entry import LIMITS
+from knapformer.data.tables import quoted
 from knapformer.errors import DataError, SpecError
 
-ROLES: dict[str, tuple[str, ...]] = {
-    "width": ("width", "w", "image_width", "img_width", "video_width", "frame_width", "original_width", "orig_width"),
-    "height": (
-        *(
-            "height",
-            "h",
-            "image_height",
-            "img_height",
-            "video_height",
-            "frame_height",
-            "original_height",
-            "orig_height",
-        ),
-    ),
-    "frames": ("num_frames", "frames", "n_frames", "nframes", "nb_frames", "frame_count", "video_frames", "frame"),
-    "duration": (
-        *("duration", "duration_s", "duration_sec", "duration_seconds", "seconds", "clip_duration", "clip_seconds"),
-        *("video_duration", "segment_seconds", "duration_ms", "duration_milliseconds"),
-    ),
-    "fps": ("fps", "frame_rate", "framerate", "video_fps", "avg_frame_rate", "r_frame_rate"),
-    "text": (
-        *("caption_tokens", "text_tokens", "num_text_tokens", "num_caption_tokens", "caption_token_count", "text_len"),
-        *("caption_length", "text_length", "caption_len", "prompt_tokens", "caption_clip_tokens"),
-    ),
-    "caption": ("caption", "text", "prompt", "captions", "description"),
-    "count": ("count", "repeats", "num_repeats"),
+ROLES: dict[str, list[str]] = {
+    role: names.split()
+    for role, names in {
+        "width": "width w image_width img_width video_width frame_width original_width orig_width",
+        "height": "height h image_height img_height video_height frame_height original_height orig_height",
+        "frames": "num_frames frames n_frames nframes nb_frames frame_count video_frames frame",
+        "duration": "duration duration_s duration_sec duration_seconds seconds clip_duration clip_seconds "
+        "video_duration segment_seconds duration_ms duration_milliseconds",
+        "fps": "fps frame_rate framerate video_fps avg_frame_rate r_frame_rate",
+        "text": "caption_tokens text_tokens num_text_tokens num_caption_tokens caption_token_count text_len "
+        "caption_length text_length caption_len prompt_tokens caption_clip_tokens",
+        "caption": "caption text prompt captions description",
+        "count": "count repeats num_repeats",
+    }.items()
 }
 """Role -> names it is recognised by, best first."""
 
-_LIMITS = {"width": 1e6, "height": 1e6, "frames": 1e8, "duration": 1e9, "fps": 1000.0, "text": 1e6, "count": 1e12}
+_LIMITS = {**LIMITS, "frames": LIMITS["num_frames"], "text": 1e6, "count": 1e12}
 """Largest value of each role that is believed."""
 
 _WHOLE = ("width", "height", "frames", "count")
@@ -125,11 +115,6 @@ def listed(names: Mapping[str, bool]) -> str:
     """Names of columns for a message."""
     shown = [repr(name) for name in names][:20]
     return f"columns {', '.join(shown)}{', ...' if len(names) > 20 else ''}" if shown else "no columns"
-
-
-def quoted(name: str) -> str:
-    """A column name in SQL."""
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _value(columns: Columns, role: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from knapformer.data.grid import frames_at_rate, token_grid
+from knapformer.data.tables import BROKEN, ManifestTable, Run, quoted, reading
 from knapformer.errors import SpecError
 from knapformer.plan.sequences import MAX_LENGTH
 from knapformer.tools.advise.columns import (
@@ -22,9 +23,7 @@ from knapformer.tools.advise.columns import (
     missing,
     number,
     problem_cases,
-    quoted,
 )
-from knapformer.tools.advise.engine import BROKEN, ManifestTable, Run, reading
 from knapformer.tools.advise.sql import Sql
 from knapformer.tools.simulate.presets import ModelShape
 

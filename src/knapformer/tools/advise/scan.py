@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from knapformer.data.tables import Run, open_engine, open_table, reading
 from knapformer.errors import DataError
 from knapformer.tools.advise.columns import PROBLEMS, allowed, listed
-from knapformer.tools.advise.engine import Run, open_engine, open_table, reading
 from knapformer.tools.advise.histogram import LENGTH_BITS, TEXT_BITS, Histogram, rounded
 from knapformer.tools.advise.query import Query, ScanOptions
 from knapformer.tools.simulate.presets import ModelShape

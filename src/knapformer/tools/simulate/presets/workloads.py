@@ -8,13 +8,14 @@ begins with the shorter or smaller one. Which model's encoder and text they assu
 """
 
 import re
-import tomllib
+from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from knapformer import files
 from knapformer.data import Trace, TraceStep, load_workload
 from knapformer.data.draws import fractions
 from knapformer.errors import SpecError
@@ -27,14 +28,36 @@ MIXES = ("mix-v35-10s", "mix-v45-10s", "mix-v50-15s", "mix-v60-15s")
 ASPECT_SPREAD = 0.04
 
 
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """Each of `buckets`: side, first and last number of frames, step of frames, batch size, weight of each."""
+
+    model: str
+    buckets: list[tuple[int, int, int, int, int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mix:
+    """Images at every scale beside clips, each as (width, height, count)."""
+
+    model: str
+    fps: int
+    images_per_rank: int
+    image_scales: list[float]
+    clips: list[tuple[int, int, int]]
+    images: list[tuple[int, int, int]]
+
+
 @cache
-def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads((files("knapformer.tools.simulate.presets") / "workloads.toml").read_text(encoding="utf-8"))
+def _described() -> tuple[dict[str, _Buckets], _Mix]:
+    data = files.read_toml(Path(__file__).with_name("workloads.toml"), dict[str, Any])
+    mix = files.convert(data.pop("mix"), _Mix, "workloads.toml, mix")
+    return files.convert(data, dict[str, _Buckets], "workloads.toml"), mix
 
 
 def workload_names() -> tuple[str, ...]:
     """Names of the workloads made here."""
-    return tuple(name for name in _table() if name != "mix") + MIXES
+    return (*_described()[0], *MIXES)
 
 
 def named_workload(text: str, *, world_size: int | None = None, num_steps: int | None = None, seed: int = 0) -> Trace:
@@ -47,7 +70,7 @@ def named_workload(text: str, *, world_size: int | None = None, num_steps: int |
         if not (0 < share < 1 and duration > 0):
             raise SpecError(f"workload {text!r}: the share of video must be from 1 to 99 % and the duration above 0 s")
         return _mix(text, share, duration, ranks, steps, seed)
-    if text in _table() and text != "mix":
+    if text in _described()[0]:
         return _buckets(text, ranks, steps, seed)
     try:
         return load_workload(text, world_size=world_size, num_steps=num_steps, seed=seed)
@@ -58,10 +81,10 @@ def named_workload(text: str, *, world_size: int | None = None, num_steps: int |
 
 
 def _buckets(name: str, world_size: int, num_steps: int, seed: int) -> Trace:
-    entry = _table()[name]
-    model = model_preset(entry["model"])
+    entry = _described()[0][name]
+    model = model_preset(entry.model)
     tokens, batch, weight = [], [], []
-    for side, first, last, step, size, each in entry["buckets"]:
+    for side, first, last, step, size, each in entry.buckets:
         for frames in range(first, last + 1, step):
             tokens.append(model.visual_tokens(side, side, frames))
             batch.append(size)
@@ -79,11 +102,11 @@ def _buckets(name: str, world_size: int, num_steps: int, seed: int) -> Trace:
 
 
 def _mix(name: str, share: float, duration: float, world_size: int, num_steps: int, seed: int) -> Trace:
-    entry = _table()["mix"]
-    model = model_preset(entry["model"])
-    images, image_weight = _sizes(model, entry["images"], entry["image_scales"], 1)
-    clips, clip_weight = _sizes(model, entry["clips"], [1.0], 1 + round(duration * entry["fps"]))
-    count = entry["images_per_rank"]
+    entry = _described()[1]
+    model = model_preset(entry.model)
+    images, image_weight = _sizes(model, entry.images, entry.image_scales, 1)
+    clips, clip_weight = _sizes(model, entry.clips, [1.0], 1 + round(duration * entry.fps))
+    count = entry.images_per_rank
     # A rank has `rate` clips on average, so that they hold `share` of the expected tokens.
     rate = share / (1 - share) * count * (images @ image_weight) / (clips @ clip_weight)
     steps = []
@@ -101,7 +124,7 @@ def _mix(name: str, share: float, duration: float, world_size: int, num_steps: i
 
 
 def _sizes(
-    model: ModelShape, table: list[list[int]], scales: list[float], frames: int
+    model: ModelShape, table: list[tuple[int, int, int]], scales: list[float], frames: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of each size at each scale, and how often it is drawn."""
     entries = [(int(w * s), int(h * s), c) for w, h, c in table for s in scales]

@@ -1,4 +1,4 @@
-"""DuckDB, and how it sees a manifest: Parquet, CSV or JSON lines, plain or gzipped, told apart by content.
+"""Tables of samples by DuckDB: Parquet, CSV or JSON lines, plain or gzipped, told apart by content.
 
 Values of CSV and JSON arrive as text and are parsed later, so that one bad value costs one row. JSON lines are read as
 lines for the same reason. Rows are numbered from 1 as a reader of the file would: rows of Parquet, data rows of a CSV
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from knapformer.errors import BackendUnavailableError, DataError
-from knapformer.tools.advise.columns import quoted
 
 MEMORY = "1GB"
 BROKEN = "__broken"
@@ -120,6 +119,18 @@ def _open_json(run: Run, name: str, options: str) -> ManifestTable:
     broken = f"CASE WHEN NOT __usable THEN __text END AS {BROKEN}"
     relation = f"(SELECT __line, {broken}{values} FROM {lines} WHERE trim(coalesce(__text, '')) <> '')"
     return ManifestTable(name, relation, "__line", columns, is_json=True)
+
+
+def read_columns(run: Run, table: ManifestTable) -> tuple[list[str], list[list[Any]]]:
+    """Names and values of all columns; None for what is empty."""
+    with reading(table.name):
+        found = run(f"SELECT {', '.join(map(quoted, table.columns))} FROM {table.relation}")
+    return list(table.columns), [column.tolist() for column in found]
+
+
+def quoted(name: str) -> str:
+    """A column name in SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def literal(text: str) -> str:
