@@ -94,30 +94,30 @@ def consume(iterator):
 # ---- the same steps as without ----
 
 
-def planned_twice(rank, world_size, depth, shift=0):
+def planned_twice(rank, world_size, shift=0):
     balancer = balancer_of(world_size)
     expected = [balancer.plan_routing(b.seq_lens, text_lens=b.text_lens) for b in batches(rank, 5 + shift)][shift:]
     same, latest, times = [], [], []
-    for (batch, step), plain in zip(balancer.prefetch(batches(rank, 5), depth=depth), expected, strict=True):
+    iterator = balancer.prefetch(batches(rank, 5))
+    for (batch, step), plain in zip(iterator, expected, strict=True):
         same.append(step.placement.digest() == plain.placement.digest())
         latest.append(balancer.latest is step)
-        times.append(step.plan_seconds > 0 and step.wait_seconds >= 0)
+        times.append(step.plan_seconds > 0 and iterator.wait_seconds >= 0)
         if not shift:
             assert torch.equal(step.route(batch.x)[1], plain.route(batch.x)[1])
             assert step.layout.seq_lens == plain.layout.seq_lens
     return same, latest, times, threads_left()
 
 
-@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_steps_are_those_of_plan_routing_in_order(world_size, depth):
-    for same, latest, times, left in run_ranks(world_size, planned_twice, depth):
+def test_steps_are_those_of_plan_routing_in_order(world_size):
+    for same, latest, times, left in run_ranks(world_size, planned_twice):
         assert same == latest == times == [True] * 5
         assert left == 0
 
 
 def test_comparing_with_another_batch_is_noticed():
-    assert not any(any(same) for same, *_ in run_ranks(2, planned_twice, 1, 1))
+    assert not any(any(same) for same, *_ in run_ranks(2, planned_twice, 1))
 
 
 def test_without_torch_distributed():
@@ -167,7 +167,7 @@ def gradients(rank, world_size, prefetch, breaks=False):
     inputs, outputs = [], []
     if prefetch:
         balancer = balancer_of(world_size, planner=UnevenHeadsPlanner())
-        iterator = balancer.prefetch(batches(rank, 5), depth=2)
+        iterator = balancer.prefetch(batches(rank, 5))
         planned = [next(iterator) for _ in range(4)]
     else:
         balancer = balancer_of(world_size, planner="local")
@@ -203,8 +203,8 @@ def test_the_comparison_of_gradients_can_fail():
 # ---- ahead, but not too far ----
 
 
-def ahead(rank, world_size, depth):
-    """While the training thread holds batch t, batches up to t + depth are loaded and planned, and no more."""
+def ahead(rank, world_size):
+    """While the training thread holds batch t, batch t + 2 is loaded and planned, and no more."""
     loaded, planned = ([threading.Event() for _ in range(8)] for _ in range(2))
 
     def loader():
@@ -222,54 +222,53 @@ def ahead(rank, world_size, depth):
             return make_planner("local")(*args)
 
     balancer = balancer_of(world_size, planner=Planner())
-    iterator = balancer.prefetch(loader(), depth=depth)
+    iterator = balancer.prefetch(loader())
     seen = []
     for batch, step in iterator:
-        last = min(batch.number + depth, 5)
+        last = min(batch.number + 2, 5)
         seen.append(loaded[last].wait(WAIT_S) and planned[last].wait(WAIT_S) and balancer.latest is step)
         for _ in range(20):
             dist.barrier()  # time enough to go too far
-        seen.append(not loaded[batch.number + depth + 1].is_set() if last < 5 else True)
+        seen.append(not loaded[batch.number + 4].is_set() if last < 4 else True)
     return seen
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_the_thread_is_depth_batches_ahead(depth):
-    assert run_ranks(2, ahead, depth) == [[True] * 12] * 2
+def test_the_thread_is_two_batches_ahead_and_no_more():
+    assert run_ranks(2, ahead) == [[True] * 12] * 2
 
 
 def slow_loader(rank, world_size):
-    """Rank 1 cannot make batch 1 before rank 0 has taken batch 0 and said so."""
+    """Rank 1 cannot make batch 3 before rank 0 has taken batch 0 and said so."""
     go = threading.Event()
 
     def loader():
-        for number in range(3):
-            if rank == 1 and number == 1 and not go.wait(WAIT_S):
+        for number in range(5):
+            if rank == 1 and number == 3 and not go.wait(WAIT_S):
                 raise TimeoutError
             yield make_batch(rank, number)
 
     iterator = balancer_of(world_size).prefetch(loader())
     taken = [next(iterator)[0].number]
-    dist.barrier()  # everyone has batch 0, though batch 1 is not there
+    dist.barrier()  # everyone has batch 0, though batch 3 is not there
     alive = len(threads())
     start = time.perf_counter()
     go.set()
-    steps = []
-    for batch, step in iterator:
+    waits = []
+    for batch, _ in iterator:
         taken.append(batch.number)
-        steps.append(step)
-    return taken, alive, steps[0].wait_seconds <= time.perf_counter() - start
+        waits.append(iterator.wait_seconds)
+    return taken, alive, sum(waits) <= time.perf_counter() - start
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_slow_loader_on_one_rank_delays_only_its_batch(world_size):
-    assert run_ranks(world_size, slow_loader) == [([0, 1, 2], 1, True)] * world_size
+def test_a_slow_loader_on_one_rank_delays_no_batch_three_before_its_own(world_size):
+    assert run_ranks(world_size, slow_loader) == [([0, 1, 2, 3, 4], 1, True)] * world_size
 
 
 def tables(rank, world_size):
     """Routing and the first layer find everything made."""
     balancer = balancer_of(world_size, planner=UnevenHeadsPlanner())
-    for batch, step in list(balancer.prefetch(batches(rank, 3), depth=3)):
+    for batch, step in list(balancer.prefetch(batches(rank, 3))):
         with mock.patch.object(DeviceExchange, "of", side_effect=AssertionError("made too late")):
             _, y, _ = step.route(batch.x)
             q, k, v = y.view(-1, 3, 4).repeat(3, 1, 1, 1)
@@ -279,7 +278,7 @@ def tables(rank, world_size):
         tables = [step._to_shards, step._to_holders, step._to_home]
         tables += [table for split in step._split_tables.values() for table in (split.qkv, split.out)]
         sides = [side for table in tables for side in (*table.sources, *table.targets)]
-        made = [index for side in sides for index in (side.order, side.place) if index is not None]
+        made = [index for side in sides for index in (side.array_row, side.message_row) if index is not None]
         made += [step.layout.sequence_index, step.layout.image_index]
         assert made and all(id(tensor) in found for tensor in made)
     return len(sides)
@@ -553,7 +552,7 @@ def test_a_rank_that_leaves_alone_is_an_error_for_those_that_go_on(after):
     first = min(after)
     for rank, (taken, error, left, again) in enumerate(run_ranks(len(after), leave, after, "drop")):
         assert taken == [*range(len(taken))]
-        assert first <= len(taken) <= first + 1  # the batch that was planned ahead may still come
+        assert first <= len(taken) <= first + 2  # the batches that all ranks have gathered may still come
         if len(taken) < after[rank]:
             closers = error.split(" closed the prefetch iterator and will not take batch ")[0]
             assert str(after.index(first)) in closers and str(rank) not in closers
@@ -646,11 +645,8 @@ def wrong_calls(rank, world_size):
         errors.append(str(caught.value))
 
     balancer = balancer_of(world_size)
-    attempt(balancer, RankMismatchError, depth=1 + rank)
     attempt(balancer, RankMismatchError, token_dim=rank)
     attempt(balancer, RankMismatchError, empty=list if rank else None)
-    attempt(balancer, SpecError, depth=0)
-    attempt(balancer, SpecError, depth=1.5)
     iterator = balancer.prefetch(batches(rank, 3))
     attempt(balancer, SpecError)
     return errors, consume(iterator), consume(balancer.prefetch(batches(rank, 2)))
@@ -664,11 +660,8 @@ def test_arguments_are_compared_and_checked_on_every_rank():
     for error, text in zip(
         errors,
         [
-            "ranks disagree on the depth",
             "ranks disagree on token_dim",
             "ranks disagree on whether `empty` is given",
-            "prefetch depth is 0; it must be a whole number of at least 1",
-            "prefetch depth is 1.5",
             "an earlier prefetch iterator of this balancer is still open; close it first",
         ],
         strict=True,
@@ -680,7 +673,7 @@ def beside_inline(rank, world_size):
     """plan_routing and collectives of the training thread between prefetched batches; the latest step is as yielded."""
     balancer = balancer_of(world_size)
     seen = []
-    for batch, step in balancer.prefetch(batches(rank, 6), depth=2):
+    for batch, step in balancer.prefetch(batches(rank, 6)):
         assert balancer.latest is step
         other = balancer.plan_routing([7 + rank])
         assert balancer.latest is other

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,15 @@ import torch
 
 from knapformer.balancer.batches import BatchT, Source, default_lengths
 from knapformer.balancer.compat import OriginalSurface
+from knapformer.balancer.outcome import Outcome
 from knapformer.balancer.prefetch import Prefetch, PrefetchChannel
 from knapformer.balancer.rule import PlanRule, read_cost
 from knapformer.balancer.step import RoutingStep
 from knapformer.balancer.subgroups import BalancingGroup
 from knapformer.comm import LengthGather, RankGroup, agree, gather_integers
-from knapformer.comm.gather import check_equal, stable_digest
-from knapformer.errors import CalibrationError, RankMismatchError, SpecError
+from knapformer.comm.gather import stable_digest
+from knapformer.errors import CalibrationError, SpecError
 from knapformer.plan import BagSpec, Cluster, CostModel, Limits, Planner, Sequences
-from knapformer.plan.arrays import Int64Array
 from knapformer.plan.planners import BagsPlanner
 
 
@@ -105,7 +104,7 @@ class SequenceBalancer(OriginalSurface):
         self._balancing = BalancingGroup.of(base, cluster or Cluster(base.size), self._rule.spec)
         self._group, self._cluster = self._balancing.group, self._balancing.cluster
         self._device = torch.device(device) if device is not None else self._group.device
-        self._gather = LengthGather(self._group, {})
+        self._gather = LengthGather(self._group)
         self._channel = PrefetchChannel(base)
         self._latest: RoutingStep | None = None
 
@@ -132,10 +131,14 @@ class SequenceBalancer(OriginalSurface):
             PlanError: on every rank, for lengths or limits that cannot be planned.
             RankMismatchError: on every rank, if ranks differ in arguments, number of calls, or the plan they made.
         """
-        start = time.perf_counter()
+        start, group = time.perf_counter(), self._group
         sequences = self._gather(seq_lens, text_lens, context_lens, {"token_dim": token_dim})
-        share = partial(gather_integers, self._group) if self._verify else None
-        step = self._agreed(partial(self._make_step, sequences, token_dim), share, self._group.ranks)
+        outcome = Outcome.of(lambda: self._make_step(sequences, token_dim))
+        mine = np.array(outcome.verdict, dtype=np.int64)
+        if self._verify:
+            step = outcome.settle(gather_integers(group, mine), group.ranks, group.size)
+        else:
+            step = outcome.settle(mine[None], (group.ranks[group.rank],), 1)
         self._latest = replace(step, plan_seconds=time.perf_counter() - start)
         return self._latest
 
@@ -145,27 +148,25 @@ class SequenceBalancer(OriginalSurface):
         *,
         lengths: Callable[[BatchT], Any] | None = None,
         token_dim: int | None = None,
-        depth: int = 1,
         empty: Callable[[], BatchT] | None = None,
     ) -> Prefetch[BatchT]:
-        """Plan each batch of `loader` in a thread, while the steps before it run. Collective over the group.
+        """Load and plan each batch of `loader` in a thread, while the steps before it run. Collective over the group.
 
             for batch, step in balancer.prefetch(loader):
                 _, x, _ = step.route(batch.x)
                 ...
 
         Batches come in order, each with the step that `plan_routing` would have returned, its index tensors made. All
-        ranks must take equally many. The loader is iterated in the thread, `depth` batches ahead at most, so what it
-        says of its position is ahead too: for checkpoints count the batches taken. Where steps run on an accelerator,
-        let it make batches on the CPU and move them when they are taken. One iterator at a time may be open
-        on a balancer. Leaving the loop closes it; see `Prefetch.close`.
+        ranks must take equally many. The loader is iterated in the thread, two batches ahead, so what it says of its
+        position is ahead too: for checkpoints count the batches taken. Where steps run on an accelerator, let it make
+        batches on the CPU and move them when they are taken. One iterator at a time may be open on a balancer.
+        Leaving the loop closes it; see `Prefetch.close`.
 
         Args:
             loader: makes this rank's batches.
             lengths: seq_lens of a batch, or the tuple (seq_lens, text_lens) or (seq_lens, text_lens, context_lens), as
                 for `plan_routing`; default the batch's attributes of these names, the last two if it has them.
             token_dim: as for `plan_routing`.
-            depth: batches that may be planned and not yet taken.
             empty: makes a batch without sequences, for ranks whose loader has ended while others have batches. Without
                 it, all ranks stop where the first loader ends, with a warning.
 
@@ -186,16 +187,17 @@ class SequenceBalancer(OriginalSurface):
 
         first = self._base.ranks.index(self._group.ranks[0])
         return self._channel.open(
-            Source(loader, lengths or default_lengths, empty, depth),
+            Source(loader, lengths or default_lengths, empty),
             settings={"token_dim": token_dim},
             members=slice(first, first + self._group.size),
-            plan=lambda sequences, share: self._agreed(partial(plan, sequences), share, self._base.ranks),
+            plan=plan,
             deliver=deliver,
             device=self._device,
         )
 
     def _make_step(self, sequences: Sequences, token_dim: int | None) -> RoutingStep:
         """This rank's view of the plan; not collective."""
+        start = time.perf_counter()
         placement, cost = self._rule.place(sequences, self._cluster, token_dim)
         attention_ranks, attention_group = self._balancing.sharing_attention(placement)
         return RoutingStep(
@@ -210,6 +212,7 @@ class SequenceBalancer(OriginalSurface):
             verify=self._verify,
             overlap=self._overlap,
             token_grid=self._token_grid,
+            plan_seconds=time.perf_counter() - start,
         )
 
     def cost(self, token_dim: int | None = None) -> CostModel:
@@ -235,34 +238,3 @@ class SequenceBalancer(OriginalSurface):
     def latest(self) -> RoutingStep | None:
         """The step that `plan_routing` returned last, or a prefetch iterator delivered."""
         return self._latest
-
-    def _agreed(
-        self, make: Callable[[], RoutingStep], share: Callable[[Int64Array], np.ndarray] | None, ranks: tuple[int, ...]
-    ) -> RoutingStep:
-        """Make a step, and be sure that every rank has the same plan before any of them acts on it.
-
-        Args:
-            make: makes this rank's step.
-            share: gathers integers of `ranks`; None if nothing is compared.
-            ranks: global ranks, of whole balancing groups.
-        """
-        outcome: RoutingStep | Exception
-        try:
-            outcome = make()
-        except Exception as error:  # raised again below, once the other ranks know
-            outcome = error
-        failed = isinstance(outcome, Exception)
-        if share is not None:
-            mine = [int(failed), 0 if isinstance(outcome, Exception) else outcome.placement.digest()]
-            table = share(np.array(mine, dtype=np.int64))
-            others = [ranks[r] for r in np.flatnonzero(table[:, 0])]
-            if others and not failed:
-                raise RankMismatchError(f"planning failed on rank {others[0]} but not here; its own error says why")
-            if not others:
-                advice = "a planner must be a pure function of the gathered lengths; check custom planners and versions"
-                for first in range(0, len(ranks), self._group.size):
-                    group = slice(first, first + self._group.size)
-                    check_equal(ranks[group], table[group, 1:], ["the plan"], advice)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome

@@ -20,7 +20,6 @@ class Source(Generic[BatchT]):
     loader: Iterable[BatchT]
     lengths: Callable[[BatchT], Any]
     empty: Callable[[], BatchT] | None
-    depth: int
 
 
 class RankBatches(Generic[BatchT]):

@@ -1,23 +1,25 @@
-"""Planning ahead: a thread gathers the lengths of batch t + 1 and plans it on the CPU while step t runs.
+"""Planning ahead: while step t runs, a thread loads and plans the batches after it.
 
-    thread     wait for room - next(loader), lengths - gather - plan, index tensors - compare plans - hand over
-    training   ..................... step t ..................................................| take t + 1 | step t + 1
+    thread     load t+2 | ..wait.. | plan t+2, index tensors  | load t+3 | ..wait.. | plan t+3 ...
+                        |   ^                                            |   ^
+    training   ..... take t: start round t+2 | step t ................ take t+1: start round t+3 | step t+1 ...
 
-The thread's collectives have a process group of their own. On every rank they are the same ones in the same order,
-whatever happens to a rank, because whatever happens travels in the gather of lengths, and all threads end after the
-same one: the first in which
+The thread loads and plans; the training thread starts what is collective, one *round* for each batch it takes, and does
+not wait for it. A round gathers what every rank says of one batch (lengths, an error, that it has no more, that it
+takes no more) together with its verdict on the plan before. So a batch is delivered when all ranks have made the same
+plan of it, and by then the round that says so has travelled behind the step before. Rounds have a process group of
+their own, on the CPU: they are the same ones in the same order on every rank, and all iterators end after the same one:
 
     a rank's loader or `lengths` failed     it gets its own exception, the others `RankMismatchError`
     lengths cannot be used or planned       the same error on every rank
     a rank has closed its iterator          nothing, for it; `RankMismatchError` for ranks that want the batch
     loaders have ended                      all of them, or without `empty` any of them: the iterators end
 
-Batches before that one are delivered first. A rank that closes early cannot take back what it has gathered, and cannot
-end alone: its thread says so in its next gather, and ends when the other ranks get there.
+Batches before that one are delivered first. A rank that closes early says so in one last round, which its thread starts
+once the rounds under way have ended, as its training thread may never come back.
 """
 
 import atexit
-import functools
 import itertools
 import logging
 import threading
@@ -26,7 +28,8 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, cast
 
@@ -34,43 +37,42 @@ import numpy as np
 import torch
 
 from knapformer.balancer.batches import BatchT, RankBatches, Source
+from knapformer.balancer.outcome import Outcome
 from knapformer.balancer.side_stream import SideStream
 from knapformer.balancer.step import RoutingStep
 from knapformer.comm.gather import (
     Contribution,
     Gathered,
+    IntegerGather,
     LengthGather,
     Status,
     agree,
-    gather_integers,
     name_ranks,
     stable_digest,
 )
 from knapformer.comm.groups import RankGroup, num_memberships, side_group
 from knapformer.errors import KnapFormerWarning, RankMismatchError, SpecError
 from knapformer.plan import Sequences
-from knapformer.plan.arrays import Int64Array
-
-Share = Callable[[Int64Array], np.ndarray]
-"""Gathers integers of all ranks."""
 
 LOADER_GRACE_S = 10.0
 """How long closing waits for a loader that is making a batch."""
 OTHERS_GRACE_S = 1.0
 """How long closing waits for the other ranks to close too."""
-PAUSE_S = 0.001
-"""How often a thread looks whether the other ranks have come to its gather."""
 
 logger = logging.getLogger(__name__)
 
 
 class Prefetch(Iterator[tuple[BatchT, RoutingStep]]):
-    """What `SequenceBalancer.prefetch` returns: an iterator of (batch, step), and a context manager that closes it."""
+    """What `SequenceBalancer.prefetch` returns: an iterator of (batch, step), and a context manager that closes it.
+
+    Attributes:
+        wait_seconds: how long the training thread waited for the batch it took last [s].
+    """
 
     def __init__(self, worker: "_Worker[BatchT]", deliver: Callable[[RoutingStep], None]) -> None:
         self._worker, self._deliver = worker, deliver
-        self._close = weakref.finalize(self, worker.close)  # also when the iterator is dropped
-        self._close.atexit = False  # see `_leave_all`
+        self._close = weakref.finalize(self, worker.close)  # also when the iterator is dropped, and at exit
+        self.wait_seconds = 0.0
 
     def __next__(self) -> tuple[BatchT, RoutingStep]:
         if not self._close.alive:
@@ -86,7 +88,7 @@ class Prefetch(Iterator[tuple[BatchT, RoutingStep]]):
             finally:
                 del item  # else the exception and this frame keep each other alive
         batch, step = item
-        object.__setattr__(step, "wait_seconds", time.perf_counter() - start)  # nobody else has seen the step yet
+        self.wait_seconds = time.perf_counter() - start
         self._deliver(step)
         return batch, step
 
@@ -97,9 +99,9 @@ class Prefetch(Iterator[tuple[BatchT, RoutingStep]]):
         closed gets those that all ranks have gathered, then `RankMismatchError`.
 
         Waits until the thread is done with the loader (10 s at most, in case it hangs), and a second for the other
-        ranks to close too. Where they do not, as when only this rank failed, the thread is left to wait for them: it
-        does nothing but tell them, keeps neither `destroy_process_group` nor the exit of the process waiting, and ends
-        once they close, ask for another batch, or exit.
+        ranks to close too. Where they do not, as when only this rank failed, the thread is left to tell them: it keeps
+        neither `destroy_process_group` nor the exit of the process waiting, and ends once they close, ask for another
+        batch, or exit.
         """
         self._close()
 
@@ -126,7 +128,7 @@ class PrefetchChannel:
         *,
         settings: dict[str, object],
         members: slice,
-        plan: Callable[[Sequences, Share], RoutingStep],
+        plan: Callable[[Sequences], RoutingStep],
         deliver: Callable[[RoutingStep], None],
         device: torch.device,
     ) -> Prefetch[BatchT]:
@@ -136,7 +138,7 @@ class PrefetchChannel:
             source: this rank's batches.
             settings: name -> what must be equal on all ranks.
             members: this rank's balancing group among the ranks of the base group.
-            plan: makes the step of gathered sequences and compares plans.
+            plan: makes the step of gathered sequences, with its index tensors.
             deliver: is told of each step when the training thread takes it.
             device: where index tensors live.
         """
@@ -144,7 +146,6 @@ class PrefetchChannel:
         is_open = before is not None and before.is_open
         settings = {
             **settings,
-            "the depth": source.depth,
             "whether `empty` is given": source.empty is not None,
             "whether an iterator is open": is_open,
         }
@@ -154,8 +155,6 @@ class PrefetchChannel:
         agree(
             self._base, digests, list(settings), "call prefetch with the same arguments at the same place on every rank"
         )
-        if isinstance(source.depth, bool) or not isinstance(source.depth, int) or source.depth < 1:
-            raise SpecError(f"prefetch depth is {source.depth!r}; it must be a whole number of at least 1 [batches]")
         if is_open:
             raise SpecError(
                 "an earlier prefetch iterator of this balancer is still open; close it first (leave its loop, or call "
@@ -163,10 +162,8 @@ class PrefetchChannel:
             )
         if self._group is None:
             self._group = side_group(self._base)
-        worker = _Worker(source, self._group, members, plan, SideStream(device))
-        worker.start(before)
-        self._latest = worker
-        return Prefetch(worker, deliver)
+        self._latest = _Worker(source, self._group, members, plan, SideStream(device), before)
+        return Prefetch(self._latest, deliver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +182,22 @@ class _Worker(Generic[BatchT]):
         source: Source[BatchT],
         group: RankGroup,
         members: slice,
-        plan: Callable[[Sequences, Share], RoutingStep],
+        plan: Callable[[Sequences], RoutingStep],
         stream: SideStream,
+        before: "_Worker[Any] | None",
     ) -> None:
-        self._depth, self._stream = source.depth, stream
+        self._group, self._stream = group, stream
         self._changed = threading.Condition()
         self._ready: deque[tuple[BatchT, RoutingStep] | _End] = deque()
-        self._closing = self._at_loader = False
-        args = (source, group, members, plan)  # the thread's alone, and gone with it
+        self._number = 0  # of the round that the thread is at
+        self._message: np.ndarray | None = None  # of that round, for the training thread to start it
+        self._round: IntegerGather | None = None  # started, for the thread to wait for
+        self._num_started = self._num_taken = 0
+        self._closing = self._at_loader = self._ended = False
+        self._before = before  # whose last round must come before our first, on every rank
+        args = (source, members, plan)  # the thread's alone, and gone with it
         self._thread = threading.Thread(target=self._run, args=args, name="knapformer-prefetch", daemon=True)
-        self._before: threading.Thread | None = None
-        self._exiting = False
-        self._parked = threading.Event()
+        self._thread.start()
 
     # -- the training thread's side -----------------------------------------------------------------------------
 
@@ -204,19 +205,22 @@ class _Worker(Generic[BatchT]):
     def is_open(self) -> bool:
         return not self._closing
 
-    def start(self, before: "_Worker[Any] | None") -> None:
-        """Start, to begin once the thread `before` has ended."""
-        self._before = None if before is None else before._thread
-        _watch_exit()
-        _running.add(self)
-        self._thread.start()
-
     def take(self) -> tuple[BatchT, RoutingStep] | _End:
-        """The next batch, or the end; waits for it."""
+        """The next batch, or the end. Leaves the round after it under way, to travel while the batch is worked on."""
+        if self._before is not None:
+            self._before._thread.join()
+            self._before = None
         with self._changed:
+            # Three rounds make two batches, and one more is under way. Counted, so that every rank starts equally many.
+            while self._num_started < self._num_taken + 3 and not self._ended:
+                self._changed.wait_for(lambda: self._message is not None or self._ended)
+                if self._message is not None:
+                    self._round, self._message = IntegerGather(self._group, self._message), None
+                    self._num_started = self._number + 1
+                    self._changed.notify_all()
             self._changed.wait_for(lambda: self._ready)
             item = self._ready.popleft()
-            self._changed.notify_all()
+            self._num_taken += 1
         if not isinstance(item, _End):
             self._stream.hand_over(item[1])
         return item
@@ -232,97 +236,89 @@ class _Worker(Generic[BatchT]):
             left = self._changed.wait_for(lambda: not self._at_loader, LOADER_GRACE_S)
         if left:
             self._thread.join(OTHERS_GRACE_S)
+            if self._thread.is_alive():
+                # It sees the end of the main thread at once, but a thread that comes back from torch while the
+                # interpreter shuts down aborts the process.
+                atexit.register(self._thread.join, OTHERS_GRACE_S)
         else:
             logger.warning("the loader is still making a batch %g s after prefetching was closed", LOADER_GRACE_S)
 
-    def leave(self) -> None:
-        """Close, and see to it that the thread never again runs more than Python's own code.
-
-        A thread that comes back from torch while the interpreter shuts down aborts the process, and gloo's destructor
-        waits for the other ranks. So a thread that waits for them in vain is parked for good, and the group with it.
-        """
-        if self.is_open:
-            self.close()
-        self._exiting = True
-        give_up = time.monotonic() + OTHERS_GRACE_S
-        while self._thread.is_alive() and not self._parked.wait(PAUSE_S) and time.monotonic() < give_up:
-            pass
-
     # -- the thread's side --------------------------------------------------------------------------------------
 
-    def _run(
-        self,
-        source: Source[BatchT],
-        group: RankGroup,
-        members: slice,
-        plan: Callable[[Sequences, Share], RoutingStep],
-    ) -> None:
-        end = _End()
+    def _run(self, source: Source[BatchT], members: slice, plan: Callable[[Sequences], RoutingStep]) -> None:
+        end: _End | None = _End()
         try:
-            if self._before is not None:
-                self._before.join()  # its last gather must come before our first, on every rank
-                self._before = None
             self._stream.enter_thread()
-            gather = LengthGather(group, {}, pause=self._pause)
-            share = functools.partial(gather_integers, group, pause=self._pause)
-            rank = RankBatches(source)
-            for number in itertools.count():
-                mine, batch, error = self._make(rank)
-                start = time.perf_counter()
-                gathered = gather.collect(mine)
-                found = _find_end(gathered, number, mine, error, can_go_on=source.empty is not None)
-                if found is not None:
-                    end = found
-                    return
-                with self._stream.work():
-                    step = plan(gathered.sequences(members), share)
-                object.__setattr__(step, "plan_seconds", time.perf_counter() - start)  # nobody has seen the step yet
-                self._put((cast(BatchT, batch), step))
+            end = self._plan_all(source, members, plan)
         except BaseException as error:
             end = _End(error)
         finally:
-            self._put(end)
-            _running.discard(self)
+            if end is not None:
+                self._put(end)
 
-    def _pause(self) -> None:
-        if not self._exiting:
-            time.sleep(PAUSE_S)
-            return
-        self._parked.set()
-        threading.Event().wait()
-
-    def _put(self, item: tuple[BatchT, RoutingStep] | _End) -> None:
-        with self._changed:
-            if not self._closing or isinstance(item, _End):
-                self._ready.append(item)
-                self._changed.notify_all()
+    def _plan_all(
+        self, source: Source[BatchT], members: slice, plan: Callable[[Sequences], RoutingStep]
+    ) -> _End | None:
+        """Load and plan batch after batch; returns how it ends, None if the process exits meanwhile."""
+        rank, gather = RankBatches(source), LengthGather(self._group)
+        group_size = members.stop - members.start
+        batch: BatchT | None = None
+        planned: Outcome | None = None
+        for number in itertools.count():
+            self._number = number
+            mine, next_batch, error = self._make(rank)
+            mine = replace(mine, verdict=(0, 0) if planned is None else planned.verdict)
+            gathered = self._gather(gather, mine)
+            if gathered is None:
+                return None
+            mine = gathered.rows[self._group.rank]  # "closed", where this rank has closed meanwhile
+            if planned is not None:
+                step = planned.settle(gathered.verdicts, gathered.ranks, group_size)
+                self._put((cast(BatchT, batch), step))
+            end = _find_end(gathered, number, mine, error, can_go_on=source.empty is not None)
+            if end is not None:
+                return end
+            gathered.check_lengths()
+            with self._stream.work():
+                planned = Outcome.of(partial(plan, gathered.sequences(members)))
+            batch = next_batch
+        return None
 
     def _make(self, rank: "RankBatches[BatchT]") -> tuple[Contribution, BatchT | None, BaseException | None]:
-        """Wait for room and make this rank's next batch, unless the iterator is closed before that is done."""
+        """Make this rank's next batch, unless the iterator is closed before that is done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth)
             self._at_loader = not self._closing
-        made = None
-        if self._at_loader:
-            made = rank.make()
+        made = rank.make() if self._at_loader else None
         with self._changed:
             self._at_loader = False
             self._changed.notify_all()
             return (Contribution(Status.CLOSED), None, None) if self._closing or made is None else made
 
+    def _gather(self, gather: LengthGather, mine: Contribution) -> Gathered | None:
+        """One round, again if it had too little room; None if the process exits before the other ranks come."""
+        while True:
+            with self._changed:
+                self._message = gather.message(mine)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._round is not None or self._closing)
+                under_way, self._round, self._message = self._round, None, None
+            if under_way is None:  # the training thread has left, so this thread speaks for it
+                mine = Contribution(Status.CLOSED, verdict=mine.verdict)
+                if self._before is not None:
+                    self._before._thread.join()
+                under_way = IntegerGather(self._group, gather.message(mine))
+            if not under_way.wait_while(threading.main_thread().is_alive):
+                return None
+            gathered = gather.read(under_way.table())
+            if gathered is not None:
+                return gathered
 
-_running: set[_Worker[Any]] = set()
-
-
-@functools.cache
-def _watch_exit() -> None:
-    """Once, and after torch's own exit handlers are registered, so that this one runs before them."""
-    atexit.register(_leave_all)
-
-
-def _leave_all() -> None:
-    for worker in list(_running):
-        worker.leave()
+    def _put(self, item: tuple[BatchT, RoutingStep] | _End) -> None:
+        with self._changed:
+            if not self._closing or isinstance(item, _End):
+                self._ready.append(item)
+                self._ended = isinstance(item, _End)
+                self._changed.notify_all()
 
 
 def _find_end(

@@ -51,9 +51,8 @@ class RoutingStep:
         verify: whether routed tensors are compared across ranks before they move, so that errors are collective.
         overlap: whether traffic of split attention travels behind attention of whole sequences.
         token_grid: every rank's packed rows are padded to a multiple of it.
-        plan_seconds: time this rank took to gather lengths, plan, and compare plans [s]; of a prefetched step, in its
-            thread, with the making of its tables and the wait for other ranks' loaders.
-        wait_seconds: time the training thread waited for a prefetched step [s].
+        plan_seconds: time this rank took to gather lengths, plan, and compare plans [s]; of a prefetched step, to plan,
+            in its thread.
     """
 
     placement: Placement
@@ -68,7 +67,6 @@ class RoutingStep:
     overlap: bool = True
     token_grid: int = 1
     plan_seconds: float = 0.0
-    wait_seconds: float = 0.0
 
     @property
     def rank(self) -> int:

@@ -5,10 +5,12 @@ numbers of detail, or a short text; every rank then builds the same message from
 error. What is no error travels the same way: that a rank has no further batch, or takes none.
 """
 
+import ctypes
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from typing import Self
@@ -59,6 +61,8 @@ _MESSAGES = {
 _TEXT_FAULTS = Status.TEXT_NOT_INTEGERS, Status.TEXT_COUNT, Status.TEXT_RANGE
 _CONTEXT_FAULTS = Status.CONTEXT_NOT_INTEGERS, Status.CONTEXT_COUNT, Status.CONTEXT_RANGE
 _NOTE_BYTES = 200
+_SLICE = timedelta(milliseconds=100)
+"""How long a thread waits at a time."""
 
 Lengths = Iterable[int] | torch.Tensor
 """Whole numbers, one per sequence."""
@@ -74,6 +78,8 @@ class Contribution:
     text: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
     context: Int64Array = field(default_factory=partial(np.zeros, 0, np.int64))
     note: str = ""
+    verdict: tuple[int, int] = (0, 0)
+    """Of the plan before, where plans are made ahead: whether making it failed, and its digest."""
 
     @classmethod
     def of(cls, seq_lens: Lengths, text_lens: Lengths | None = None, context_lens: Lengths | None = None) -> Self:
@@ -118,6 +124,11 @@ class Gathered:
         """Global ranks of that status."""
         return [rank for rank, row in zip(self.ranks, self.rows, strict=True) if row.status == status]
 
+    @property
+    def verdicts(self) -> np.ndarray:
+        """(ranks, 2) what all ranks say of the plan before."""
+        return np.array([row.verdict for row in self.rows], dtype=np.int64)
+
     def note(self, rank: int) -> str:
         """The note of a global rank."""
         return self.rows[self.ranks.index(rank)].note
@@ -136,32 +147,57 @@ class Gathered:
                 raise PlanError(f"rank {rank}: {_MESSAGES[row.status].format(*row.details)}")
 
 
-def gather_integers(group: RankGroup, values: Int64Array, *, pause: Callable[[], None] | None = None) -> np.ndarray:
-    """(N,) integers of this rank -> (group size, N), row r from rank r. N must be equal on all ranks.
+def gather_integers(group: RankGroup, values: Int64Array) -> np.ndarray:
+    """(N,) integers of this rank -> (group size, N), row r from rank r. N must be equal on all ranks. Collective."""
+    gather = IntegerGather(group, values)
+    gather.wait()
+    return gather.table()
 
-    Args:
-        group: the ranks.
-        values: N integers.
-        pause: what to do again and again until the others have come; default is to wait inside torch, where a daemon
-            thread must not be when the interpreter exits.
-    """
-    handle = group.handle  # held until the end: if torch freed the group now, it would wait for the other ranks first
-    if handle is None:
-        return values[None].copy()
-    device = group.device
-    mine = torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
-    everyone = torch.empty(group.size * len(values), dtype=torch.int64, device=device)
-    work = _all_gather(everyone, mine, group=handle, async_op=pause is not None)
-    if work is not None and pause is not None:
-        while not work.is_completed():
-            pause()
-        try:
-            work.wait()  # raises if it failed
-        except RuntimeError as error:
-            raise RankMismatchError(
-                "lost contact with another rank while waiting for it; it may have exited, and its own error says why"
-            ) from error
-    return everyone.cpu().numpy().reshape(group.size, len(values))
+
+class IntegerGather:
+    """`gather_integers` under way: making one starts it, in any thread that ranks take turns in alike."""
+
+    def __init__(self, group: RankGroup, values: Int64Array) -> None:
+        # The handle is held while integers travel: if torch freed the group then, it would wait for the other ranks.
+        self._handle, self._size, self._work = group.handle, group.size, None
+        mine = torch.from_numpy(np.array(values, dtype=np.int64))
+        self._everyone = mine
+        if self._handle is not None:
+            device = group.device
+            self._everyone = torch.empty(self._size * len(values), dtype=torch.int64, device=device)
+            self._work = _all_gather(self._everyone, mine.to(device), group=self._handle, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the other ranks, as long as their group lets them take."""
+        if self._work is not None:
+            self._work.wait()
+
+    def wait_while(self, wanted: Callable[[], bool]) -> bool:
+        """Wait for the other ranks; False if it stopped because they were no longer `wanted`, which is asked often.
+
+        For threads that must not be inside torch when the interpreter exits. A gather that is given up may never end,
+        and torch would wait for it in freeing the group, so the group is then kept for ever.
+
+        Raises:
+            RankMismatchError: if another rank is gone.
+        """
+        while self._work is not None and not self._work.is_completed():
+            if not wanted():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._handle))
+                return False
+            try:
+                self._work.wait(_SLICE)
+            except RuntimeError as error:  # the slice is over, or the gather has failed
+                if self._work.is_completed():
+                    raise RankMismatchError(
+                        "lost contact with another rank while waiting for it; it may have exited, and its own error "
+                        "says why"
+                    ) from error
+        return True
+
+    def table(self) -> np.ndarray:
+        """(group size, N) what all ranks sent, once the wait is over."""
+        return self._everyone.cpu().numpy().reshape(self._size, -1)
 
 
 def agree(group: RankGroup, values: Sequence[int], names: Sequence[str], advice: str) -> None:
@@ -197,16 +233,10 @@ class LengthGather:
 
     Args:
         group: the balancing group.
-        settings: name -> anything whose text must be equal on all ranks (planner, cluster, prices, limits).
-        pause: as in `gather_integers`.
     """
 
-    def __init__(
-        self, group: RankGroup, settings: dict[str, object], *, pause: Callable[[], None] | None = None
-    ) -> None:
-        self._group, self._pause = group, pause
-        self._names = list(settings)
-        self._settings = [stable_digest(value) for value in settings.values()]
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self._room = 32
         self._calls = 0
 
@@ -215,41 +245,55 @@ class LengthGather:
         seq_lens: Lengths,
         text_lens: Lengths | None = None,
         context_lens: Lengths | None = None,
-        extra_settings: dict[str, object] | None = None,
+        settings: dict[str, object] | None = None,
     ) -> Sequences:
         """Collective. Lengths [tokens] of this rank's sequences, in order.
+
+        Args:
+            seq_lens, text_lens, context_lens: one number per sequence.
+            settings: name -> anything whose text must be equal on all ranks.
 
         Raises:
             PlanError: on every rank, if one rank's lengths are not usable.
             RankMismatchError: on every rank, if settings or the number of calls differ between ranks.
         """
-        return self.collect(Contribution.of(seq_lens, text_lens, context_lens), extra_settings).sequences()
+        mine = Contribution.of(seq_lens, text_lens, context_lens)
+        while (gathered := self.read(gather_integers(self._group, self.message(mine, settings)), settings)) is None:
+            pass
+        gathered.check_lengths()
+        return gathered.sequences()
 
-    def collect(self, mine: Contribution, extra_settings: dict[str, object] | None = None) -> Gathered:
-        """What all ranks bring. Raises as `__call__` does, unless a rank failed: then the caller has more to say."""
-        extra = extra_settings or {}
-        settings = [*self._settings, *(stable_digest(value) for value in extra.values())]
-        header = [mine.status, *mine.details, len(mine.lens), self._calls, *settings]
-        self._calls += 1
-        while True:
-            message = np.zeros(len(header) + 3 * self._room, dtype=np.int64)
-            message[: len(header)] = header
-            _write_body(message[len(header) :], mine)
-            table = gather_integers(self._group, message, pause=self._pause)
-            most = int(table[:, 3].max())
-            if most <= self._room:
-                break
+    def message(self, mine: Contribution, settings: dict[str, object] | None = None) -> Int64Array:
+        """The integers to gather."""
+        digests = [stable_digest(value) for value in (settings or {}).values()]
+        header = [mine.status, *mine.details, len(mine.lens), *mine.verdict, self._calls, *digests]
+        message = np.zeros(len(header) + 3 * self._room, dtype=np.int64)
+        message[: len(header)] = header
+        _write_body(message[len(header) :], mine)
+        return message
+
+    def read(self, table: np.ndarray, settings: dict[str, object] | None = None) -> Gathered | None:
+        """What all ranks brought; None, with more room made, if a rank has more sequences than there was room for.
+
+        Raises as `__call__` does, but not for lengths: see `Gathered.check_lengths`.
+        """
+        most = int(table[:, 3].max())
+        if most > self._room:
             self._room = 1 << (most - 1).bit_length()
-        gathered = Gathered(self._group.ranks, [_read_row(row, len(header)) for row in table])
-        if not gathered.ranks_with(Status.FAILED):
-            gathered.check_lengths()
+            return None
+        self._calls += 1
+        names = ["the number of plan_routing calls", *(settings or {})]
         check_equal(
             self._group.ranks,
-            table[:, 4 : len(header)],
-            ["the number of plan_routing calls", *self._names, *extra],
+            table[:, _CALLS : _CALLS + len(names)],
+            names,
             "construct the balancer with the same arguments and call plan_routing equally often on every rank",
         )
-        return gathered
+        return Gathered(self._group.ranks, [_read_row(row, _CALLS + len(names)) for row in table])
+
+
+_CALLS = 6
+"""Column of the number of calls: behind status, details, count and verdict."""
 
 
 def _write_body(body: Int64Array, mine: Contribution) -> None:
@@ -268,10 +312,11 @@ def _write_body(body: Int64Array, mine: Contribution) -> None:
 
 def _read_row(row: Int64Array, header: int) -> Contribution:
     status, details, count, body = Status(int(row[0])), (int(row[1]), int(row[2])), int(row[3]), row[header:]
+    verdict = int(row[4]), int(row[5])
     if status == Status.FAILED:
         text = body[: _NOTE_BYTES // 8].tobytes().rstrip(b"\0").decode(errors="ignore")  # may be cut inside a character
-        return Contribution(status, details, note=text)
-    return Contribution(status, details, *body.reshape(3, -1)[:, :count])
+        return Contribution(status, details, note=text, verdict=verdict)
+    return Contribution(status, details, *body.reshape(3, -1)[:, :count], verdict=verdict)
 
 
 def _integers(values: Lengths) -> Int64Array | None:

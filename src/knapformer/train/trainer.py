@@ -144,7 +144,7 @@ class Trainer:
         loader = map(self.load, range(self.sampler.step, stop))
         with self.balancer.prefetch(loader) as planned:
             while self.sampler.step < stop:
-                report = self._run(lambda: next(planned))
+                report = self._run(lambda: next(planned), lambda: planned.wait_seconds)
                 step = self.sampler.advance()
                 if run.checkpoints and (
                     self.sampler.step == run.steps or (run.save_every and self.sampler.step % run.save_every == 0)
@@ -152,8 +152,10 @@ class Trainer:
                     self.save(run.checkpoints)
                 yield step, report
 
-    def _run(self, take: Callable[[], tuple[PackedBatch, RoutingStep]]) -> StepReport:
-        """Train on the batch that `take` gives with its step. Collective."""
+    def _run(
+        self, take: Callable[[], tuple[PackedBatch, RoutingStep]], waited: Callable[[], float] = float
+    ) -> StepReport:
+        """Train on the batch that `take` gives with its step, having `waited` for it [s]. Collective."""
         config = self.config
         dist.barrier()
         self._synchronize()
@@ -170,7 +172,7 @@ class Trainer:
         elapsed, busy = time.perf_counter() - start, time.thread_time() - busy_start
         total = loss.detach().double()
         dist.all_reduce(total)
-        rank, times = step.group.rank, np.array([elapsed, busy, step.plan_seconds, step.wait_seconds])
+        rank, times = step.group.rank, np.array([elapsed, busy, step.plan_seconds, waited()])
         held = [sum(batch.seq_lens), int(step.placement.tokens()[rank]), int(step.placement.area()[rank])]
         measured = gather_integers(self._world, np.append((times * 1e9).astype(np.int64), held))
         self._meter.add(tokens=measured[:, 5], area=measured[:, 6], busy=measured[:, 1])
