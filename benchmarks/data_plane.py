@@ -255,7 +255,7 @@ def _memory(ways: dict[str, Callable[[], Tensor]], step: Any, qkv: list[Tensor])
 def _unavoidable(step: Any, output: int) -> int:
     if not step._shares_attention:
         return output
-    split = step._split_attention(HEADS)
+    split = step.split_attention.for_heads(HEADS)
     wide = split.head_group * WIDTH // HEADS * 4
     qkv_out, qkv_in, o_out, o_in = (rows * wide for rows in _split_rows(split))
     return max(
@@ -280,7 +280,7 @@ def _bytes_sent(step: Any) -> dict[str, tuple[int, int, int]]:
         "attend": (0, 0, 0),
     }
     if step._shares_attention:
-        split = step._split_attention(HEADS)
+        split = step.split_attention.for_heads(HEADS)
         wide = split.head_group * WIDTH // HEADS * 4
         out, into, back, home_again = _split_rows(split)
         figures["attend"] = ((out + back) * wide, (into + home_again) * wide, 2)

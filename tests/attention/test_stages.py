@@ -18,7 +18,7 @@ def outcome(rank, num_stages, spec):
     x.requires_grad_()
     options = {"bag_specs": spec} if isinstance(spec, str) else {"planner": spec}
     step = SequenceBalancer(cost=CostModel.from_shapes(24, HEADS), **options).plan_routing(LENGTHS[rank])
-    step.__dict__["_num_stages"] = num_stages
+    step.split_attention.num_stages = num_stages
     _, y, _ = step.route(x)
     counted, real = [0], dist.all_to_all_single
 
@@ -47,7 +47,7 @@ def compare(rank, world_size, spec):
 
 
 @pytest.mark.parametrize("spec", ["g4n1", "g2n2", "balanced", RandomPlanner(5), OneSidedPlanner()], ids=str)
-def test_parts_change_no_result(spec):
+def test_stages_change_no_result(spec):
     spec = "auto" if spec == "balanced" else spec
     for error, counts in run_ranks(4, compare, spec):
         assert error <= 1e-12
@@ -55,13 +55,13 @@ def test_parts_change_no_result(spec):
         assert counts == [4 + 1, 8 + 1, 12 + 1]
 
 
-def chosen_parts(rank, world_size, bandwidth, overlap):
+def chosen_stages(rank, world_size, bandwidth, overlap):
     cluster = Cluster(world_size, links=Links(bandwidth, bandwidth))
     balancer = SequenceBalancer("g2n1", cost=CostModel.from_shapes(3072, 24), cluster=cluster, overlap=overlap)
-    return balancer.plan_routing([4000] if rank == 0 else [])._num_stages
+    return balancer.plan_routing([4000] if rank == 0 else []).split_attention.num_stages
 
 
-def test_parts_are_used_where_they_gain_something():
-    assert run_ranks(2, chosen_parts, 300e9, True) == [4, 4]  # nothing but the sequence itself to hide behind
-    assert run_ranks(2, chosen_parts, 1e18, True) == [1, 1]  # no traffic to speak of
-    assert run_ranks(2, chosen_parts, 300e9, False) == [1, 1]
+def test_stages_are_used_where_they_gain_something():
+    assert run_ranks(2, chosen_stages, 300e9, True) == [4, 4]  # nothing but the sequence itself to hide behind
+    assert run_ranks(2, chosen_stages, 1e18, True) == [1, 1]  # no traffic to speak of
+    assert run_ranks(2, chosen_stages, 300e9, False) == [1, 1]

@@ -10,7 +10,7 @@ from knapformer.comm.gather import Contribution, Status
 
 
 def contribution(batch, lengths=default_lengths) -> Contribution:
-    return RankBatches(Source([batch], lengths, None, 1)).make()[0]
+    return RankBatches(Source([batch], lengths, None)).make()[0]
 
 
 @pytest.mark.parametrize(

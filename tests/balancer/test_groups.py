@@ -4,6 +4,9 @@ Everything is compared with one process that attends to each rank's own sequence
 that loses heads, takes another group's rows or waits for another group's ranks is seen on the rank where it happens.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,3 +146,26 @@ def a_group_beside_another(rank, world_size):
 
 def test_a_group_that_is_no_world():
     assert all(error is None or error <= 1e-12 for error in run_ranks(5, a_group_beside_another))
+
+
+def freed_without_the_collector(rank, world_size):
+    """A step whose attention was used goes with its last reference, tables and all."""
+    gc.collect()
+    gc.disable()
+    try:
+        balancer = SequenceBalancer("g2n1", 0.5)
+        step = balancer.plan_routing([9, 4], WIDTH)
+        x = torch.randn(13, WIDTH, dtype=torch.float64, requires_grad=True)
+        _, y, _ = step.route(x)
+        q = y.view(-1, HEADS, HEAD_DIM)
+        step.reverse_route(step.layout.attend(q, q, q).flatten(1))[1].sum().backward()
+        gone = weakref.ref(step), weakref.ref(step.split_attention), weakref.ref(step.layout)
+        del step, y, q
+        balancer.plan_routing([3], WIDTH)
+        return [ref() is None for ref in gone]
+    finally:
+        gc.enable()
+
+
+def test_a_step_is_freed_with_its_last_reference():
+    assert run_ranks(2, freed_without_the_collector) == [[True] * 3] * 2

@@ -276,7 +276,7 @@ def tables(rank, world_size):
             step.deliver(torch.zeros(len(batch.seq_lens)))
         found = {id(tensor) for tensor in tensors_of(step)}
         tables = [step._to_shards, step._to_holders, step._to_home]
-        tables += [table for split in step._split_tables.values() for table in (split.qkv, split.out)]
+        tables += [table for split in step.split_attention._made.values() for table in (split.qkv, split.out)]
         sides = [side for table in tables for side in (*table.sources, *table.targets)]
         made = [index for side in sides for index in (side.array_row, side.message_row) if index is not None]
         made += [step.layout.sequence_index, step.layout.image_index]

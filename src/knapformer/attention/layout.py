@@ -24,7 +24,7 @@ from torch import Tensor
 from knapformer.attention.cross import Context
 from knapformer.attention.keep import attend_kept
 from knapformer.attention.kernels import Segments, choose_kernel
-from knapformer.attention.split import SplitAttention
+from knapformer.attention.split import SplitTables
 from knapformer.errors import PlanError
 from knapformer.plan import Placement, Sequences
 from knapformer.plan.arrays import exclusive_cumsum, ranges
@@ -45,7 +45,7 @@ class Layout:
         whole: segments of the whole sequences, the first packed tokens, in two halves: attention of the first hides the
             sending of q, k, v of split sequences, the second the return of their outputs.
         kernel: name of the attention kernel, None for the device's default.
-        split_attention: number of heads -> this rank's split attention; None if no sequence of its group is split.
+        split_attention: exchanges of this rank's split attention; None if no sequence of its group is split.
         overlap: let traffic of split attention travel behind attention of whole sequences. Changes no result.
         context: makes the context rows of this rank, once they are asked for.
         padding: packed positions of padding rows.
@@ -63,7 +63,7 @@ class Layout:
         image_index: Tensor,
         whole: tuple[Segments, Segments],
         kernel: str | None = None,
-        split_attention: Callable[[int], SplitAttention] | None = None,
+        split_attention: SplitTables | None = None,
         overlap: bool = True,
         context: Callable[[], Context],
         padding: range = range(0),
@@ -90,7 +90,7 @@ class Layout:
         device: torch.device,
         *,
         kernel: str | None = None,
-        split_attention: Callable[[int], SplitAttention] | None = None,
+        split_attention: SplitTables | None = None,
         overlap: bool = True,
         token_grid: int = 1,
     ) -> Self:
@@ -238,7 +238,7 @@ class Layout:
         first, second = self._whole
         if self._split_attention is None:
             return kernel(q_THK, k_THK, v_THK, first, scale)
-        split = self._split_attention(q_THK.shape[1])
+        split = self._split_attention.for_heads(q_THK.shape[1])
         # Rows of whole sequences stay: the exchange hands them out, and puts what comes of them before what returns.
         whole = (first, second) if self.num_whole_tokens else ()
         sent = split.send(q_THK, k_THK, v_THK, local_tokens=[segments.num_q for segments in whole])

@@ -9,7 +9,7 @@ is computed, the next arrives and the last one's outputs return.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from knapformer.attention.kernels import Kernel, Segments
 from knapformer.comm import DeviceExchange, RankGroup, Transfer, start_exchange
-from knapformer.plan import AttentionExchange
+from knapformer.plan import AttentionExchange, Placement, attention_exchange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,3 +83,38 @@ class SplitAttention:
     def tokens(self, rows: Tensor) -> Tensor:
         """(rows, c, K) -> (T, H, K)."""
         return rows.reshape(len(rows) * self.head_group // self.num_heads, self.num_heads, rows.shape[2])
+
+
+class SplitTables:
+    """The split attention of one rank in one step, for any number of heads. Holds no step, so that both may go at once.
+
+    Args:
+        placement: of the step.
+        rank: of this process in the placement.
+        ranks: of the placement that exchange with it.
+        group: their process group.
+        device: of the index tensors.
+        num_stages: all-to-alls to make of each exchange.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        rank: int,
+        ranks: range,
+        group: RankGroup,
+        device: torch.device,
+        num_stages: int,
+    ) -> None:
+        self._placement, self._rank, self._ranks = placement, rank, ranks
+        self._group, self._device, self.num_stages = group, device, num_stages
+        self._made: dict[tuple[int, int], SplitAttention] = {}
+
+    def for_heads(self, num_heads: int, *, num_stages: int | None = None) -> SplitAttention:
+        """Made when a layer first asks, and kept. `num_stages` if other than the step's."""
+        key = num_heads, self.num_stages if num_stages is None else num_stages
+        if key not in self._made:
+            table = attention_exchange(self._placement.with_num_heads(num_heads), self._rank, num_stages=key[1])
+            table = replace(table, qkv=table.qkv.narrow(self._ranks), out=table.out.narrow(self._ranks))
+            self._made[key] = SplitAttention.of(table, num_heads, self._group, self._device)
+        return self._made[key]

@@ -135,8 +135,10 @@ class OriginalSurface:
             )
         made = _made.setdefault(step, {})
         if num_heads not in made:
-            split = step.bag_attention(num_heads)
-            made[num_heads] = None if split is None else BagAttention.of(split, num_heads // self._bag_size())
+            tables, bag_heads = step.split_attention, num_heads // self._bag_size()
+            made[num_heads] = (
+                None if tables is None else BagAttention.of(tables.for_heads(num_heads, num_stages=1), bag_heads)
+            )
         return made[num_heads]
 
     def _step(self) -> "RoutingStep":

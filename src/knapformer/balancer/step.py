@@ -5,7 +5,7 @@ of steps may be in flight: planning the next batch before this one's backward ch
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Self
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knapformer.attention import Layout, SplitAttention
+from knapformer.attention import Layout
 from knapformer.attention.current import activate, deactivate, mark
+from knapformer.attention.split import SplitTables
 from knapformer.comm import DeviceExchange, RankGroup, exchange, gather_integers
 from knapformer.comm.gather import check_equal, stable_digest
 from knapformer.errors import PlanError
@@ -25,7 +26,6 @@ from knapformer.plan import (
     Exchange,
     Metrics,
     Placement,
-    attention_exchange,
     measure,
     sequence_exchange,
     token_exchange,
@@ -76,13 +76,12 @@ class RoutingStep:
     @cached_property
     def layout(self) -> Layout:
         """This rank's packed tokens, and `attend` over them."""
-        split = self._split_attention if self._shares_attention else None
         return Layout.of(
             self.placement,
             self.rank,
             self.device,
             kernel=self.kernel,
-            split_attention=split,
+            split_attention=self.split_attention,
             overlap=self.overlap,
             token_grid=self.token_grid,
         )
@@ -97,8 +96,8 @@ class RoutingStep:
         _ = self.layout, self._to_shards, self._to_home, self._to_holders
         if self.placement.sequences.context_length.any():
             _ = self.layout.context, self._context_to_holders
-        if self._shares_attention:
-            self._split_attention(num_heads)
+        if self.split_attention is not None:
+            self.split_attention.for_heads(num_heads)
         return self
 
     def route(
@@ -199,37 +198,14 @@ class RoutingStep:
         return DeviceExchange.of(sequence_exchange(self.placement, self.rank, rows), self.device)
 
     @cached_property
-    def _shares_attention(self) -> bool:
-        """Whether any sequence of this rank's attention group is split: the same answer on all ranks of that group."""
+    def split_attention(self) -> SplitTables | None:
+        """The exchanges of split attention; None if no sequence of this rank's attention group is split."""
         rows, ranks = self.placement.attention_shards, self.attention_ranks
         here = (rows.rank >= ranks.start) & (rows.rank < ranks.stop)
-        return bool(self.placement.split[rows.seq[here]].any())
-
-    @cached_property
-    def _num_stages(self) -> int:
-        """Stages of split attention, so that one travels while another is computed: the same on all ranks."""
-        return predict(self.placement, self.cluster, self.cost).num_parts if self.overlap else 1
-
-    def _split_attention(self, num_heads: int, num_stages: int | None = None) -> SplitAttention:
-        """Tables for a number of heads, made when a layer first asks and kept for the step."""
-        key = num_heads, self._num_stages if num_stages is None else num_stages
-        if key not in self._split_tables:
-            self._split_tables[key] = self._make_split_attention(*key)
-        return self._split_tables[key]
-
-    @cached_property
-    def _split_tables(self) -> dict[tuple[int, int], SplitAttention]:
-        return {}
-
-    def _make_split_attention(self, num_heads: int, num_stages: int) -> SplitAttention:
-        table = attention_exchange(self.placement.with_num_heads(num_heads), self.rank, num_stages=num_stages)
-        ranks = self.attention_ranks
-        table = replace(table, qkv=table.qkv.narrow(ranks), out=table.out.narrow(ranks))
-        return SplitAttention.of(table, num_heads, self.attention_group, self.device)
-
-    def bag_attention(self, num_heads: int) -> SplitAttention | None:
-        """Split attention in one stage, for `pre_attn`; None if no sequence of the bag is split."""
-        return self._split_attention(num_heads, num_stages=1) if self._shares_attention else None
+        if not self.placement.split[rows.seq[here]].any():
+            return None
+        num_stages = predict(self.placement, self.cluster, self.cost).num_parts if self.overlap else 1
+        return SplitTables(self.placement, self.rank, ranks, self.attention_group, self.device, num_stages)
 
     def _move(
         self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]
