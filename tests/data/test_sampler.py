@@ -1,5 +1,3 @@
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,20 +94,6 @@ def test_going_back_gives_the_same_batch() -> None:
     one = sampler(seed=1)
     before = [one.batch(step) for step in range(30)]
     assert [one.batch(step) for step in reversed(range(30))] == before[::-1]
-
-
-def test_replicate_grows_with_the_world() -> None:
-    one = sampler(replicate=True)
-    assert len(one.batch(0, world_size=9)) == 9
-    assert one.batch(4, world_size=3) == sampler().batch(4)
-    seen = Counter(id for step in range(10) for id in flat(one.batch(step, world_size=6)) if id < 100)
-    assert set(seen.values()) == {12}  # 10 steps of 12 pictures, 10 pictures
-    parts = [one.local(2, rank, 6) for rank in range(6)]
-    assert flat(parts) == flat(one.batch(2, world_size=6))
-    assert [len(part) for part in parts] == [1, 3, 3, 1, 3, 3]
-    for world_size in (None, 0, 4):
-        with pytest.raises(SpecError, match="multiple of 3"):
-            one.batch(0, world_size=world_size)
 
 
 def test_fingerprint() -> None:

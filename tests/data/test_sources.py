@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knapformer.data import BalancedSampler, MediaOptions, Shards, read_manifest, sample_grid
+from knapformer.data import BalancedSampler, MediaOptions, TarShards, read_manifest, sample_grid
 from knapformer.errors import DataError
 from knapformer.plan import Cluster, CostModel
 
@@ -37,7 +37,7 @@ def test_shards_have_sizes_and_random_access(tmp_path: Path) -> None:
     told = {"width": 64, "height": 16, "num_frames": 9, "duration": 1.5, "caption": "A clip."}
     second = {"b.0.json": b"{}", "c.png": picture(*SIZES[2]), "v.mp4": b"clip", "v.json": json.dumps(told).encode()}
     del second["b.0.json"]
-    data = Shards([write_tar(tmp_path / "0.tar", first), write_tar(tmp_path / "1.tar", second)])
+    data = TarShards([write_tar(tmp_path / "0.tar", first), write_tar(tmp_path / "1.tar", second)])
     assert [(i.width, i.height, i.kind) for i in data.items] == [
         *((w, h, "image") for w, h in SIZES),
         (64, 16, "video"),
@@ -52,7 +52,7 @@ def test_shards_have_sizes_and_random_access(tmp_path: Path) -> None:
 def test_shards_feed_the_balanced_sampler(tmp_path: Path) -> None:
     torch_data = pytest.importorskip("torch.utils.data")
     files = {f"{i}.png": picture(16 * (i + 1), 16) for i in range(7)}
-    data = Shards([write_tar(tmp_path / "0.tar", files)])
+    data = TarShards([write_tar(tmp_path / "0.tar", files)])
     lengths = [sample_grid(item, MediaOptions(patch=16)).num_tokens for item in data.items]
     seen = []
     for rank in range(2):
@@ -81,9 +81,9 @@ def test_shards_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         ("empty.tar", {}, "w", "no samples"),
     ):
         with pytest.raises(DataError, match=message):
-            Shards([write_tar(tmp_path / name, files, mode)])
+            TarShards([write_tar(tmp_path / name, files, mode)])
     with pytest.raises(DataError, match=r"missing\.tar"):
-        Shards([tmp_path / "missing.tar"])
+        TarShards([tmp_path / "missing.tar"])
 
 
 def test_parquet_and_jsonl_manifests_give_the_same_items(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from knapformer.data.item import Item
 from knapformer.data.manifest import Manifest, read_manifest, write_manifest
 from knapformer.data.profile import Profile, shipped_profiles
 from knapformer.data.sampler import GroupSampler, LoaderGroup, loader_ranks
-from knapformer.data.shards import Shards
+from knapformer.data.shards import TarShards
 from knapformer.data.text import detokenize, pooled_features, tokenize
 from knapformer.data.trace import Trace, TraceStep, read_trace, write_trace
 from knapformer.data.workloads import cluster_and_cost, load_workload, preset_names
@@ -32,7 +32,7 @@ __all__ = [
     "Manifest",
     "MediaOptions",
     "Profile",
-    "Shards",
+    "TarShards",
     "Trace",
     "TraceStep",
     "build_demo",

@@ -23,12 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from knapformer.data.draws import permutation
-from knapformer.errors import DataError, SpecError
+from knapformer.data.draws import EpochOrders, check_state
+from knapformer.data.sampler import loader_ranks
+from knapformer.errors import SpecError
 
 Int64 = NDArray[np.int64]
-
-_STATE = {"seed", "epoch", "taken"}
 
 
 class EpochSampler:
@@ -73,7 +72,7 @@ class EpochSampler:
         self.num_samples, self.batch, self.max_tokens = num_samples, batch, max_tokens
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = self.taken = 0
-        self._kept: tuple[tuple[int, int], Int64] | None = None
+        self._orders = EpochOrders(num_samples, "samples of an epoch")
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's samples of each step that is left of the epoch; may be none."""
@@ -99,7 +98,7 @@ class EpochSampler:
 
     def deal(self, samples: Int64) -> list[list[int]]:
         """The samples of a step by rank: neighbours together on few ranks, spread evenly over many."""
-        ranks = np.arange(len(samples)) * self.world_size // max(1, len(samples))
+        ranks = loader_ranks(len(samples), self.world_size)
         return [samples[ranks == rank].tolist() for rank in range(self.world_size)]
 
     def advance(self) -> None:
@@ -119,12 +118,7 @@ class EpochSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was saved. Raises `DataError` if it is not such a state, or of a larger data set."""
-        valid = set(state) == _STATE and all(type(value) is int for value in state.values())
-        if not valid or state["epoch"] < 0 or not 0 <= state["taken"] < self.num_samples:
-            raise DataError(
-                f"sampler state {dict(state)!r} does not fit; expected whole numbers seed, epoch of 0 or more, and "
-                f"taken from 0 to {self.num_samples - 1}, the samples of this data set but one"
-            )
+        check_state(state, epoch=None, taken=self.num_samples - 1)
         self.seed, self.epoch, self.taken = state["seed"], state["epoch"], state["taken"]
 
     def fingerprint(self) -> str:
@@ -134,11 +128,7 @@ class EpochSampler:
         return hashlib.blake2b(repr(told).encode() + lengths, digest_size=8).hexdigest()
 
     def _order(self) -> Int64:
-        key = self.seed, self.epoch
-        if self._kept is None or self._kept[0] != key:
-            order = permutation(self.num_samples, seed=self.seed, stream="samples of an epoch", index=self.epoch)
-            self._kept = key, order
-        return self._kept[1]
+        return self._orders.order(self.seed, self.epoch)
 
     def _stop(self, order: Int64, start: int) -> int:
         """Where the step that begins at `start` ends."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from knapformer.data.draws import permutation
-from knapformer.errors import DataError, SpecError
+from knapformer.data.draws import EpochOrders, check_state
+from knapformer.errors import SpecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,61 +55,43 @@ class GroupSampler:
         groups: the loaders, in order; several groups may draw from one source.
         ids: the sample ids of each source, e.g. `manifest.ids_by_source()`.
         seed: of the order.
-        replicate: multiply the loaders so that a world of m times as many ranks has m times the loaders, as the data
-            codes of the paper do. The global batch then grows with the world, so the order of samples depends on it.
 
     Raises:
         SpecError: if there are no groups, or one names a source that is not there or has no samples.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[LoaderGroup],
-        ids: Mapping[str, ArrayLike],
-        *,
-        seed: int = 0,
-        replicate: bool = False,
-    ) -> None:
+    def __init__(self, groups: Sequence[LoaderGroup], ids: Mapping[str, ArrayLike], *, seed: int = 0) -> None:
         if not groups:
             raise SpecError("a sampler needs at least one LoaderGroup")
         self.groups = tuple(groups)
         self.seed = seed
         self.step = 0
-        self.replicate = replicate
         self._ids = {name: np.asarray(values, dtype=np.int64).reshape(-1) for name, values in ids.items()}
+        self._per_step = {name: 0 for name in self._ids}
         for group in self.groups:
             if not len(self._ids.get(group.source, ())):
                 have = {name: len(values) for name, values in sorted(self._ids.items())}
                 raise SpecError(f"loader group {group.source!r}: no samples of that source; the data set has {have}")
-        self._orders: dict[tuple[int, str, int], NDArray[np.int64]] = {}
+            self._per_step[group.source] += group.num_loaders * group.batch
+        self._orders = {name: EpochOrders(len(ids), f"samples of {name}") for name, ids in self._ids.items()}
 
-    @property
-    def num_loaders(self) -> int:
-        """Loaders, not counting copies."""
-        return sum(group.num_loaders for group in self.groups)
-
-    def batch(self, step: int, *, world_size: int | None = None) -> list[list[int]]:
-        """The global batch of a step: the sample ids of each loader. `world_size` is needed for `replicate` only."""
+    def batch(self, step: int) -> list[list[int]]:
+        """The global batch of a step: the sample ids of each loader."""
         if step < 0:
             raise SpecError(f"step is {step}; it must be 0 or more")
-        copies = self._copies(world_size)
-        per_step = {source: 0 for source in self._ids}
-        for group in self.groups:
-            per_step[group.source] += group.num_loaders * group.batch
-        taken = {source: step * copies * count for source, count in per_step.items()}
+        taken = {source: step * count for source, count in self._per_step.items()}
         loads: list[list[int]] = []
-        for _ in range(copies):
-            for group in self.groups:
-                for _ in range(group.num_loaders):
-                    loads.append(self._draw(group.source, taken[group.source], group.batch))
-                    taken[group.source] += group.batch
+        for group in self.groups:
+            for _ in range(group.num_loaders):
+                loads.append(self._draw(group.source, taken[group.source], group.batch))
+                taken[group.source] += group.batch
         return loads
 
     def local(self, step: int, rank: int, world_size: int) -> list[int]:
         """The sample ids that one rank loads in a step: those of the loaders it hosts, in order; may be none."""
         if not 0 <= rank < world_size:
             raise SpecError(f"rank {rank} is not in a world of {world_size} ranks")
-        loads = self.batch(step, world_size=world_size)
+        loads = self.batch(step)
         hosts = loader_ranks(len(loads), world_size)
         return [id for host, load in zip(hosts, loads, strict=True) if host == rank for id in load]
 
@@ -124,45 +106,21 @@ class GroupSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was saved, on any number of ranks. Raises `DataError` if it is not such a state."""
-        if (
-            set(state) != {"seed", "step"}
-            or not all(type(value) is int for value in state.values())
-            or state["step"] < 0
-        ):
-            raise DataError(f"sampler state {dict(state)!r} is not of the form {{'seed': int, 'step': int >= 0}}")
+        check_state(state, step=None)
         self.seed, self.step = state["seed"], state["step"]
 
     def fingerprint(self) -> str:
         """A short digest of groups, seed, sources and sample ids: ranks or runs with another digest see other data."""
-        digest = hashlib.blake2b(repr((self.groups, self.replicate, self.seed)).encode(), digest_size=8)
+        digest = hashlib.blake2b(repr((self.groups, self.seed)).encode(), digest_size=8)
         for name, values in sorted(self._ids.items()):
             digest.update(repr((name, len(values))).encode() + values.astype("<i8").tobytes())
         return digest.hexdigest()
-
-    def _copies(self, world_size: int | None) -> int:
-        if not self.replicate:
-            return 1
-        if world_size is None or world_size < 1 or world_size % self.num_loaders:
-            raise SpecError(
-                f"{self.num_loaders} replicated loaders need a world size that is a multiple of {self.num_loaders}, "
-                f"got {world_size}; choose one, or use replicate=False, which runs on any number of ranks"
-            )
-        return world_size // self.num_loaders
 
     def _draw(self, source: str, start: int, count: int) -> list[int]:
         ids = self._ids[source]
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, at = divmod(start + len(drawn), len(ids))
-            piece = self._order(source, epoch)[at : at + count - len(drawn)]
+            piece = self._orders[source].order(self.seed, epoch)[at : at + count - len(drawn)]
             drawn += ids[piece].tolist()
         return drawn
-
-    def _order(self, source: str, epoch: int) -> NDArray[np.int64]:
-        key = (self.seed, source, epoch)
-        if key not in self._orders:
-            if len(self._orders) >= 2 * len(self._ids):  # steps go forward: two epochs per source are enough
-                self._orders.pop(next(iter(self._orders)))
-            order = permutation(len(self._ids[source]), seed=self.seed, stream=f"samples of {source}", index=epoch)
-            self._orders[key] = order
-        return self._orders[key]

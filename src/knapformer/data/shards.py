@@ -3,7 +3,7 @@
 A balanced sampler has to know sizes before anything is loaded, and to read a sample on the rank that will use it. Plain
 tar files allow both: their headers are read once, and any member is a seek away. No library is needed.
 
-    data = Shards(["a-000.tar", "a-001.tar"])
+    data = TarShards(["a-000.tar", "a-001.tar"])
     lengths = [sample_grid(item, options).num_tokens for item in data.items]
     data[7]["jpg"]                                               # bytes; decode them as you do
 
@@ -39,7 +39,7 @@ class _Member:
             return file.read(self.size)
 
 
-class Shards:
+class TarShards:
     """Samples of WebDataset tar shards, by index. Works as a map-style data set, also in loader workers.
 
     Args:

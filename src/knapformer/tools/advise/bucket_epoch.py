@@ -44,7 +44,7 @@ class BucketEpoch:
 
 
 def bucket_epoch(config: Path, items: Iterable[Item], ranks: int, *, seed: int = 0) -> BucketEpoch:
-    """The epoch of a data set (a manifest, or `Shards.items`) in the buckets of an Open-Sora config.
+    """The epoch of a data set (a manifest, or `TarShards.items`) in the buckets of an Open-Sora config.
 
     Raises:
         DataError: naming file and bucket, for what cannot be read.
