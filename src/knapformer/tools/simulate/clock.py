@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
+class SimulatedStep:
     """What happened when.
 
     Attributes:
@@ -45,6 +45,11 @@ class Timeline:
     exposed: dict[str, Floats]
     spans: list[Span] = field(default_factory=list)
 
+    @property
+    def seconds(self) -> float:
+        """Until the last rank has finished [s]."""
+        return float(self.end.max())
+
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
@@ -54,7 +59,7 @@ class _Transfer:
     end: Floats
 
 
-def run(program: Program, world_size: int, *, record: bool = False) -> Timeline:
+def run(program: Program, world_size: int, *, record: bool = False) -> SimulatedStep:
     """Run a program on `world_size` ranks.
 
     Args:
@@ -85,7 +90,7 @@ def run(program: Program, world_size: int, *, record: bool = False) -> Timeline:
             waiting[transfer.kind] += for_others
             exposed[transfer.kind] += idle - for_others
             now = np.maximum(now, transfer.end)
-    return Timeline(now, busy, dict(waiting), dict(exposed), spans)
+    return SimulatedStep(now, busy, dict(waiting), dict(exposed), spans)
 
 
 def _launch(

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Predict step time, throughput, utilisation, imbalance and memory on a virtual cluster.
 
-    The speed-up over no balancing is balance * traffic * overlap: what level ranks gain, what exchanges cost when
+    The speed-up over no balancing is balance * traffic * overlap: what equal loads gain, what exchanges cost when
     nothing hides them, and what hiding them gains.
 
     Parameters
@@ -65,7 +65,7 @@ def command(
     overlap
         Hide exchanges behind attention of whole sequences.
     step_seconds
-        Constant per step for whatever the simulation has no part for.
+        Constant per step, for whatever the simulation leaves out.
     trace
         Write the first step's timeline here, for ui.perfetto.dev.
     as_json

@@ -2,138 +2,123 @@
 
 With more ranks than cores balance alone gains nothing, as the cores are busy anyway. So this executor shares them out:
 of n jobs under way, computing ranks and transfers alike (a transfer between processes of one machine is copying), each
-runs at min(1, cores / n) of full speed. An event loop in Python, for tens of ranks; links are not shared, cores are.
+runs at min(1, cores / n) of full speed. A job is one operation of one rank and begins when those it needs have ended:
+
+    Compute, Wait    the rank's operation before; a wait needs its transfer, too
+    Launch           is a job of its own, the transfer. It needs, of every rank that meets there, the operation before,
+                     the transfer before in the stream, and the transfer it must follow
+
+In plain Python, for tens of ranks. Links are not shared, cores are.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 
 from knapformer.errors import SpecError
-from knapformer.tools.simulate.clock import Timeline
-from knapformer.tools.simulate.program import Compute, Launch, Program, Wait
+from knapformer.tools.simulate.clock import SimulatedStep
+from knapformer.tools.simulate.program import Compute, Floats, Launch, Program
 
 _EPSILON = 1e-12
 
 
-@dataclass(slots=True)
-class _Rank:
-    at: int = 0  # operation it is at
-    left: float = 0.0  # of the computation under way [s at full speed]
-    idle_since: float = 0.0
-    end: float = 0.0
-    queue: dict[str, list[str]] = field(default_factory=dict)  # stream -> transfers launched and not ended, in order
+class _Job:
+    """One operation of one rank; `left` is its time at full speed [s]."""
+
+    def __init__(self, seconds: float, needs: Iterable["_Job | None"]) -> None:
+        self.left, self.begin, self.end = seconds, 0.0, 0.0
+        self.followers: list[_Job] = []
+        distinct = {job for job in needs if job is not None}
+        self.missing = len(distinct)
+        for job in distinct:
+            job.followers.append(self)
+
+    def finish(self, now: float) -> list["_Job"]:
+        """End; gives the jobs that can begin now."""
+        self.end = now
+        for job in self.followers:
+            job.missing -= 1
+        return [job for job in self.followers if not job.missing]
 
 
-class _Machine:
-    def __init__(self, program: Program, world_size: int, cores: float) -> None:
-        self.program, self.cores, self.now = program, cores, 0.0
-        self.ranks = [_Rank() for _ in range(world_size)]
-        self.launches = {op.key: op for op in program if isinstance(op, Launch)}
-        self.left: dict[tuple[int, str], float] = {}  # transfers under way
-        self.done: set[tuple[int, str]] = set()
-        self.begun: dict[tuple[int, str], float] = {}
-        self.partners: dict[tuple[int, int], list[int]] = {}
-        self.busy, self.waiting, self.exposed = np.zeros(world_size), {}, {}
-
-    def run(self) -> Timeline:
-        for rank in range(len(self.ranks)):
-            self._proceed(rank)
-        while True:
-            self._begin_transfers()
-            computing = [r for r, rank in enumerate(self.ranks) if rank.left > 0]
-            jobs = len(computing) + len(self.left)
-            if not jobs:
-                break
-            speed = min(1.0, self.cores / jobs)
-            step = min([self.ranks[r].left for r in computing] + list(self.left.values()))
-            self.now += step / speed
-            for r in computing:
-                self.ranks[r].left -= step
-                self.busy[r] += step
-            for key in self.left:
-                self.left[key] -= step
-            ended = [key for key, left in self.left.items() if left <= _EPSILON]
-            for rank, key in ended:
-                self._end_transfer(rank, key)
-            for r in computing:
-                rank = self.ranks[r]
-                if rank.left <= _EPSILON:
-                    rank.at, rank.left, rank.idle_since, rank.end = rank.at + 1, 0.0, self.now, self.now
-                    self._proceed(r)
-            for rank in range(len(self.ranks)):
-                if self._waits(rank):
-                    self._proceed(rank)
-        stuck = [r for r, rank in enumerate(self.ranks) if rank.at < len(self.program)]
-        if stuck:
-            raise SpecError(f"a program never ends: ranks {stuck} wait for transfers that cannot begin")
-        return Timeline(np.array([rank.end for rank in self.ranks]), self.busy, self.waiting, self.exposed)
-
-    def _waits(self, rank: int) -> bool:
-        state = self.ranks[rank]
-        return state.at < len(self.program) and isinstance(self.program[state.at], Wait)
-
-    def _proceed(self, rank: int) -> None:
-        """Go on with a rank's operations up to the next that takes time."""
-        state = self.ranks[rank]
-        while state.at < len(self.program):
-            op = self.program[state.at]
-            if isinstance(op, Compute):
-                if (seconds := float(op.seconds[rank])) > 0:
-                    state.left = seconds
-                    return
-            elif isinstance(op, Launch):
-                if op.seconds[rank] > 0:
-                    state.queue.setdefault(op.stream, []).append(op.key)
-                else:
-                    self.done.add((rank, op.key))
-            elif (rank, op.key) in self.done:
-                self._account(rank, op.key)
-            else:
-                return
-            state.at += 1
-            state.idle_since = state.end = self.now
-
-    def _account(self, rank: int, key: str) -> None:
-        begun, since, kind = self.begun.get((rank, key), self.now), self.ranks[rank].idle_since, self.launches[key].kind
-        for_others = min(max(begun - since, 0.0), self.now - since)
-        zeros = np.zeros(len(self.ranks))
-        self.waiting.setdefault(kind, zeros.copy())[rank] += for_others
-        self.exposed.setdefault(kind, zeros)[rank] += self.now - since - for_others
-
-    def _begin_transfers(self) -> None:
-        """Begin every transfer that is first in its stream on all ranks that meet for it."""
-        for rank, state in enumerate(self.ranks):
-            for queue in state.queue.values():
-                if not queue or (rank, queue[0]) in self.left:
-                    continue
-                key, op = queue[0], self.launches[queue[0]]
-                if all(self._ready(other, op) for other in self._partners(op, rank)):
-                    self.left[rank, key] = float(op.seconds[rank])
-                    self.begun[rank, key] = self.now
-
-    def _partners(self, op: Launch, rank: int) -> list[int]:
-        at = id(op.meeting), rank
-        if at not in self.partners:
-            self.partners[at] = op.meeting.partners(rank).tolist()
-        return [other for other in self.partners[at] if op.seconds[other] > 0]
-
-    def _ready(self, rank: int, op: Launch) -> bool:
-        """Whether a rank has come to a transfer: nothing is before it in its stream, and what it follows has ended."""
-        if (rank, op.key) in self.done:
-            return True
-        return self.ranks[rank].queue.get(op.stream, [""])[:1] == [op.key] and (
-            not op.after or (rank, op.after) in self.done
-        )
-
-    def _end_transfer(self, rank: int, key: str) -> None:
-        del self.left[rank, key]
-        self.done.add((rank, key))
-        self.ranks[rank].queue[self.launches[key].stream].pop(0)
-
-
-def run_on_cores(program: Program, world_size: int, cores: float) -> Timeline:
+def run_on_cores(program: Program, world_size: int, cores: float) -> SimulatedStep:
     """Run a program on `world_size` ranks that share `cores` processor cores."""
     if not cores > 0:
         raise SpecError(f"cores is {cores}; ranks need at least a part of one")
-    return _Machine(program, world_size, cores).run()
+    start = _Job(0.0, ())
+    last, busy = [start] * world_size, np.zeros(world_size)
+    transfers: dict[str, dict[int, _Job]] = {}
+    streams: dict[tuple[str, int], _Job] = {}
+    waits: list[tuple[str, int, _Job, _Job, _Job]] = []  # kind, rank, operation before, transfer, the wait itself
+    kinds: dict[str, str] = {}
+    for op in program:
+        if isinstance(op, Compute):
+            busy += op.seconds
+            last = [_Job(seconds, [before]) for seconds, before in zip(op.seconds.tolist(), last, strict=True)]
+            continue
+        needed = op.after if isinstance(op, Launch) else op.key
+        if needed and needed not in transfers:
+            raise SpecError(f"a program never ends: it waits for {needed!r}, which is not launched before")
+        if isinstance(op, Launch):
+            launched = transfers[op.key] = _transfers(op, last, transfers.get(op.after, {}), streams)
+            streams |= {(op.stream, rank): job for rank, job in launched.items()}
+            kinds[op.key] = op.kind
+        else:
+            for rank, transfer in transfers[op.key].items():
+                wait = _Job(0.0, [last[rank], transfer])
+                waits.append((kinds[op.key], rank, last[rank], transfer, wait))
+                last[rank] = wait
+    _share(start, cores)
+    waiting, exposed = _idle(waits, world_size)
+    return SimulatedStep(np.array([job.end for job in last]), busy, waiting, exposed)
+
+
+def _transfers(
+    op: Launch, last: list[_Job], after: dict[int, _Job], streams: dict[tuple[str, int], _Job]
+) -> dict[int, _Job]:
+    """The jobs of a transfer by rank; ranks without bytes have none."""
+    seconds, partners = op.seconds.tolist(), op.meeting.partners()
+    taking_part = [rank for rank, needed in enumerate(seconds) if needed > 0]
+    needs = {rank: (last[rank], streams.get((op.stream, rank)), after.get(rank)) for rank in taking_part}
+    return {
+        rank: _Job(seconds[rank], (job for other in partners[rank] for job in needs.get(other, ())))
+        for rank in taking_part
+    }
+
+
+def _share(start: _Job, cores: float) -> None:
+    """Let time pass until every job has ended."""
+    now, ready, running = 0.0, [start], list[_Job]()
+    while ready or running:
+        while ready:
+            job = ready.pop()
+            job.begin = now
+            if job.left > 0:
+                running.append(job)
+            else:
+                ready += job.finish(now)
+        if not running:
+            break
+        step = min(job.left for job in running)
+        now += step / min(1.0, cores / len(running))
+        for job in running:
+            job.left -= step
+        ended = [job for job in running if job.left <= _EPSILON]
+        running = [job for job in running if job.left > _EPSILON]
+        for job in ended:
+            ready += job.finish(now)
+
+
+def _idle(
+    waits: list[tuple[str, int, _Job, _Job, _Job]], world_size: int
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """Time waited for other ranks until each transfer began, and after that for bytes; by kind of transfer."""
+    waiting: dict[str, Floats] = defaultdict(lambda: np.zeros(world_size))
+    exposed: dict[str, Floats] = defaultdict(lambda: np.zeros(world_size))
+    for kind, rank, before, transfer, wait in waits:
+        idle = wait.end - before.end
+        for_others = min(max(transfer.begin - before.end, 0.0), idle)
+        waiting[kind][rank] += for_others
+        exposed[kind][rank] += idle - for_others
+    return dict(waiting), dict(exposed)

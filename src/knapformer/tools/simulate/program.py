@@ -11,7 +11,6 @@ same program: `clock` with a processor for every rank, `cores` with ranks that s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,66 +20,53 @@ from knapformer.plan.arrays import Int64Array
 Floats = NDArray[np.float64]
 
 
-class Meeting(Protocol):
-    """Which ranks a transfer brings together."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """Which ranks a transfer brings together: every rank meets the members of one segment.
+
+    Attributes:
+        members: ranks, segment after segment.
+        starts: where each segment begins among the members.
+        segment: (R,) the segment of each rank.
+    """
+
+    members: Int64Array
+    starts: Int64Array
+    segment: Int64Array
+
+    @classmethod
+    def groups(cls, group: Int64Array) -> "Meeting":
+        """Ranks of a group all meet: all-gather, reduce-scatter. `group` (R,) says which each rank is in."""
+        segment = np.unique(group, return_inverse=True)[1].reshape(-1)
+        members = np.argsort(segment, kind="stable")
+        return cls(members, np.searchsorted(segment[members], np.arange(segment.max() + 1)), segment)
+
+    @classmethod
+    def pairs(cls, a: Int64Array, b: Int64Array, world_size: int) -> "Meeting":
+        """A rank meets those it sends to or receives from: an all-to-all in which most pairs exchange nothing.
+
+        Args:
+            a, b: (N,) ranks of each pair that exchanges something, in any order and direction.
+            world_size: number of ranks R.
+        """
+        ranks = np.arange(world_size)
+        edges = np.unique(np.concatenate([a, b, ranks]) * world_size + np.concatenate([b, a, ranks]))
+        rank, partner = np.divmod(edges, world_size)
+        return cls(partner, np.searchsorted(rank, ranks), ranks)
 
     def latest(self, times: Floats) -> Floats:
         """(R,) for each rank the latest time among the ranks it meets, itself included."""
-        ...
+        return np.maximum.reduceat(times[self.members], self.starts)[self.segment]
 
-    def partners(self, rank: int) -> Int64Array:
-        """The ranks that `rank` meets, itself included."""
-        ...
-
-
-class Groups:
-    """Ranks in groups that meet as a whole: all-gather, reduce-scatter.
-
-    Args:
-        group: (R,) group of each rank.
-    """
-
-    def __init__(self, group: Int64Array) -> None:
-        self._order = np.argsort(group, kind="stable")
-        ordered = group[self._order]
-        self._starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-        self._sizes = np.diff(self._starts, append=len(group))
-
-    def latest(self, times: Floats) -> Floats:
-        values = np.empty_like(times)
-        values[self._order] = np.repeat(np.maximum.reduceat(times[self._order], self._starts), self._sizes)
-        return values
-
-    def partners(self, rank: int) -> Int64Array:
-        at = int(np.flatnonzero(self._order == rank)[0])
-        group = int(np.searchsorted(self._starts, at, side="right")) - 1
-        return np.sort(self._order[self._starts[group] : self._starts[group] + self._sizes[group]])
-
-
-class Pairs:
-    """Ranks that meet those they send to or receive from: an all-to-all in which most pairs exchange nothing.
-
-    Args:
-        a, b: (N,) ranks of each pair that exchanges something, in any order and direction.
-        world_size: number of ranks R.
-    """
-
-    def __init__(self, a: Int64Array, b: Int64Array, world_size: int) -> None:
-        ranks = np.arange(world_size)
-        edges = np.unique(np.concatenate([a, b, ranks]) * world_size + np.concatenate([b, a, ranks]))
-        self._rank, self._partner = np.divmod(edges, world_size)
-        self._starts = np.searchsorted(self._rank, ranks)
-
-    def latest(self, times: Floats) -> Floats:
-        return np.maximum.reduceat(times[self._partner], self._starts)
-
-    def partners(self, rank: int) -> Int64Array:
-        return self._partner[self._rank == rank]
+    def partners(self) -> list[list[int]]:
+        """For each rank the ranks that it meets, itself included."""
+        segments = [part.tolist() for part in np.split(self.members, self.starts[1:])]
+        return [segments[segment] for segment in self.segment.tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Work on the rank itself: `seconds` (R,)."""
+    """Work on the rank itself, `seconds` (R,)."""
 
     name: str
     seconds: Floats

@@ -23,7 +23,7 @@ from knapformer.data.profile import PLAIN
 from knapformer.errors import SpecError
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner
 from knapformer.plan.cost import TICKS_PER_SECOND
-from knapformer.tools.simulate.clock import Timeline, run
+from knapformer.tools.simulate.clock import SimulatedStep, run
 from knapformer.tools.simulate.cores import run_on_cores
 from knapformer.tools.simulate.memory import peak_memory
 from knapformer.tools.simulate.presets import ClusterPreset, ModelShape, cluster_preset, model_names, model_preset
@@ -102,7 +102,7 @@ class Scenario:
             route_bytes=self.options.route_bytes,
         )
 
-    def time(self, placement: Placement | StepWork, *, record: bool = False, **options: Any) -> Timeline:
+    def time(self, placement: Placement | StepWork, *, record: bool = False, **options: Any) -> SimulatedStep:
         """Run one step of a placement; `options` replace those of the scenario."""
         work = self.work(placement) if isinstance(placement, Placement) else placement
         settings = replace(self.options, **options)
@@ -190,53 +190,47 @@ def simulate(trace: Trace, scenario: Scenario, planner: Planner, limits: Limits 
         raise SpecError(
             f"workload {trace.name!r} is for {trace.world_size} ranks, the cluster has {scenario.cluster.world_size}"
         )
-    cost, at_home = scenario.cost_model(), make_planner("local")
-    times = np.zeros((trace.num_steps, 4))  # local; planner: free traffic, no overlap, as it is
-    timelines, memory, flop, model_flop = [], [], 0.0, 0.0
+    cost, plan_local = scenario.cost_model(), make_planner("local")
+    steps: list[SimulatedStep] = []
+    seconds = np.zeros((trace.num_steps, 4))  # of `local`, then of the planner: free traffic, nothing hidden, as it is
+    memory = flop = model_flop = 0.0
     for index in range(trace.num_steps):
         sequences = trace.sequences(index)
         placement = planner(sequences, scenario.cluster, cost, limits or Limits())
         work = scenario.work(placement)
-        timelines.append(scenario.time(work))
-        memory.append(float(scenario.memory(work).max()))
-        local = at_home(sequences, scenario.cluster, cost)
-        same = not placement.split.any() and np.array_equal(placement.token_shards.rank, local.token_shards.rank)
-        others = [timelines[-1]] * 3 if same else _others(scenario, work, local)
-        times[index] = [_end(timeline) for timeline in (*others, timelines[-1])]
+        steps.append(scenario.time(work))
+        memory = max(memory, float(scenario.memory(work).max()))
+        local = plan_local(sequences, scenario.cluster, cost)
+        if not placement.split.any() and np.array_equal(placement.token_shards.rank, local.token_shards.rank):
+            seconds[index] = steps[-1].seconds
+        else:
+            compared = (
+                scenario.time(local),
+                scenario.time(work, free_traffic=True),
+                scenario.time(work, overlap=False),
+            )
+            seconds[index] = [step.seconds for step in (*compared, steps[-1])]
         flop += scenario.flop(sequences, recompute=True)
         model_flop += scenario.flop(sequences, recompute=False)
-    total = times.sum(axis=0)
-    available = total[3] * trace.world_size * scenario.peak_flops
+    without, free, unhidden, planned = seconds.sum(axis=0).tolist()
+    available = planned * trace.world_size * scenario.peak_flops
     return Simulation(
         workload=trace.name,
         planner=planner.name,
         ranks=trace.world_size,
         steps=trace.num_steps,
-        step_seconds=float(total[3] / trace.num_steps),
-        tokens_per_second=sum(step.num_tokens for step in trace.steps) / float(total[3]),
-        hfu=flop / float(available),
-        mfu=model_flop / float(available),
-        imbalance=float(np.mean([t.busy.max() / t.busy.mean() for t in timelines])),
-        waiting_seconds=_means([t.waiting for t in timelines]),
-        exposed_seconds=_means([t.exposed for t in timelines]),
-        peak_memory_bytes=max(memory),
-        fits=max(memory) <= scenario.memory_bytes,
-        local_step_seconds=float(total[0] / trace.num_steps),
-        speedup=SpeedUp(
-            *(
-                float(part)
-                for part in (total[0] / total[3], total[0] / total[1], total[1] / total[2], total[2] / total[3])
-            )
-        ),
+        step_seconds=planned / trace.num_steps,
+        tokens_per_second=sum(step.num_tokens for step in trace.steps) / planned,
+        hfu=flop / available,
+        mfu=model_flop / available,
+        imbalance=float(np.mean([step.busy.max() / step.busy.mean() for step in steps])),
+        waiting_seconds=_means([step.waiting for step in steps]),
+        exposed_seconds=_means([step.exposed for step in steps]),
+        peak_memory_bytes=memory,
+        fits=memory <= scenario.memory_bytes,
+        local_step_seconds=without / trace.num_steps,
+        speedup=SpeedUp(without / planned, without / free, free / unhidden, unhidden / planned),
     )
-
-
-def _others(scenario: Scenario, work: StepWork, local: Placement) -> list[Timeline]:
-    return [scenario.time(local), scenario.time(work, free_traffic=True), scenario.time(work, overlap=False)]
-
-
-def _end(timeline: Timeline) -> float:
-    return float(timeline.end.max())
 
 
 def _means(kinds: Sequence[dict[str, Floats]]) -> dict[str, float]:

@@ -20,12 +20,12 @@ import numpy as np
 
 from knapformer.errors import SpecError
 from knapformer.plan import Cluster
-from knapformer.tools.simulate.program import Compute, Floats, Groups, Launch, Meeting, Op, Pairs, Wait
+from knapformer.tools.simulate.program import Compute, Floats, Launch, Meeting, Op, Wait
 from knapformer.tools.simulate.work import PhaseWork, StepWork
 
 BEFORE_ATTENTION = 0.4
-"""Share of a layer's token-wise work that lies before attention: 6 of 24 parts in a block of two streams, 14 of 24 in
-one of a single stream, 0.47 over FLUX's blocks. Only waits inside a layer depend on it."""
+"""Share of a layer's token-wise work that lies before attention: 6/24 in a block of two streams, 14/24 in one of a
+single stream, 0.47 over FLUX's blocks. Only waits inside a layer depend on it."""
 
 FIRST_WHOLE = 0.75
 """Share of whole sequences' attention that runs while q, k and v travel; the rest hides the outputs."""
@@ -43,7 +43,7 @@ class StepOptions:
         shard_size: ranks that share one copy of the parameters; None for all.
         parameter_bytes, gradient_bytes: per parameter when gathered and when reduced [byte].
         latency: of a collective or exchange [s].
-        step_seconds: constant per step: loading, launching, whatever no other part accounts for [s].
+        step_seconds: constant per step: loading, launching, whatever the simulation leaves out [s].
         update_seconds: the optimiser's update [s].
         route_bytes: routed with every token: latent and target of 64 channels in bf16, positions [byte].
     """
@@ -63,12 +63,18 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """Time of the collectives of sharded parameters, per byte of a whole layer [s/byte], and who meets there."""
+    """Collectives of sharded parameters: who meets there, over which links, and the time per byte of a whole layer.
+
+    Attributes:
+        shard, replicas: ranks that share one copy of the parameters; ranks that hold the same piece of it.
+        gather: of gathering a layer, or of reducing its gradients, over `shard` [s/byte].
+        average: of averaging gradients over `replicas` [s/byte].
+        links, average_links: what these use.
+    """
 
     shard: Meeting
     replicas: Meeting
     gather: float
-    reduce: float
     average: float
     links: tuple[str, ...]
     average_links: tuple[str, ...]
@@ -88,10 +94,9 @@ class Sharding:
         per_byte, links = _ring(cluster, ranks[:size])
         average, average_links = _ring(cluster, ranks[::size])
         return cls(
-            shard=Groups(ranks // size),
-            replicas=Groups(ranks % size),
+            shard=Meeting.groups(ranks // size),
+            replicas=Meeting.groups(ranks % size),
             gather=per_byte,
-            reduce=per_byte,
             average=2 * average / size,
             links=links,
             average_links=average_links,
@@ -146,42 +151,42 @@ class _Builder:
             yield from self._gradients(layer)
         yield from self._finish()
 
-    def _parameters(self, part: str, layer: int, following: int | None) -> Iterator[Op]:
+    def _parameters(self, way: str, layer: int, following: int | None) -> Iterator[Op]:
         """Wait for a layer's parameters and launch the gathering of those that follow."""
         if self.sharding.gather == 0:
             return
-        first = layer == (0 if part == "forward" else len(self.parameters) - 1)
+        first = layer == (0 if way == "forward" else len(self.parameters) - 1)
         if first or not self.options.prefetch:
-            yield self._gather(part, layer)
-        yield Wait(f"gather {part} {layer}")
+            yield self._gather(way, layer)
+        yield Wait(f"gather {way} {layer}")
         if self.options.prefetch and following is not None:
-            yield self._gather(part, following)
+            yield self._gather(way, following)
 
-    def _gather(self, part: str, layer: int) -> Launch:
+    def _gather(self, way: str, layer: int) -> Launch:
         seconds = self.parameters[layer] * self.options.parameter_bytes * self.sharding.gather
-        return self._collective(f"gather {part} {layer}", "parameters", seconds, "gather")
+        return self._collective(f"gather {way} {layer}", "parameters", seconds, "gather")
 
     def _gradients(self, layer: int) -> Iterator[Op]:
         """Reduce a layer's gradients behind what follows; first wait for the reduction before."""
         sharding, size = self.sharding, self.parameters[layer] * self.options.gradient_bytes
-        if sharding.reduce > 0:
+        if sharding.gather > 0:
             if layer + 1 < len(self.parameters):
                 yield Wait(f"reduce {layer + 1}")
-            yield self._collective(f"reduce {layer}", "gradients", size * sharding.reduce, "reduce")
+            yield self._collective(f"reduce {layer}", "gradients", size * sharding.gather, "reduce")
         if sharding.average > 0:
-            after = f"reduce {layer}" if sharding.reduce > 0 else ""
+            after = f"reduce {layer}" if sharding.gather > 0 else ""
             seconds = self.zero + size * sharding.average + self.options.latency
             yield Launch(
                 f"average {layer}", "gradients", seconds, sharding.replicas, "average", sharding.average_links, after
             )
 
     def _finish(self) -> Iterator[Op]:
-        if self.sharding.reduce > 0:
+        if self.sharding.gather > 0:
             yield Wait("reduce 0")
         if self.sharding.average > 0:
             yield Wait("average 0")
         # The norm of the gradients is reduced over all ranks, so nobody updates before the last one is there.
-        everyone = Groups(np.zeros(len(self.zero), dtype=np.int64))
+        everyone = Meeting.groups(np.zeros(len(self.zero), dtype=np.int64))
         yield Launch("norm", "gradients", self.zero + self.options.latency, everyone, "reduce", ())
         yield Wait("norm")
         yield Compute("update", self.zero + self.options.update_seconds)
@@ -215,7 +220,7 @@ class _Builder:
         yield Compute(f"{name}: whole attention", (1 - first) * work.whole)
         yield Wait(back.key)
 
-    def _transfer(self, key: str, kind: str, seconds: Floats, pairs: Pairs, links: tuple[str, ...]) -> Launch:
+    def _transfer(self, key: str, kind: str, seconds: Floats, pairs: Meeting, links: tuple[str, ...]) -> Launch:
         seconds = np.where(seconds > 0, seconds + self.options.latency, 0.0)
         return Launch(key, kind, seconds, pairs, "exchange", links)
 

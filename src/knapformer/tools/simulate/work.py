@@ -15,7 +15,7 @@ from knapformer.data.profile import PHASES, Profile, Terms
 from knapformer.plan import Cluster, Placement
 from knapformer.plan.metrics import attention_traffic
 from knapformer.tools.simulate.presets import DevicePreset, ModelShape
-from knapformer.tools.simulate.program import Floats, Pairs
+from knapformer.tools.simulate.program import Floats, Meeting
 
 TOKEN_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
@@ -70,10 +70,10 @@ class StepWork:
     phases: Mapping[str, PhaseWork]
     qkv: Floats
     out: Floats
-    pairs: Pairs
+    pairs: Meeting
     crosses_nodes: bool
     route: Floats
-    route_pairs: Pairs
+    route_pairs: Meeting
     tokens: Floats
     split_rows: Floats
 
@@ -110,10 +110,10 @@ def step_work(
         phases=phases,
         qkv=_slower_direction(source, target, qkv, world_size),
         out=_slower_direction(source, target, out, world_size),
-        pairs=Pairs(source, target, world_size),
+        pairs=Meeting.pairs(source, target, world_size),
         crosses_nodes=bool((cluster.node_of[source] != cluster.node_of[target]).any()),
         route=_slower_direction(start, stop, routed, world_size),
-        route_pairs=Pairs(start, stop, world_size),
+        route_pairs=Meeting.pairs(start, stop, world_size),
         tokens=placement.tokens().astype(np.float64),
         split_rows=split_rows,
     )
