@@ -11,7 +11,7 @@ from knapformer.errors import DataError
 from knapformer.report.pages import report_markdown, report_page
 from knapformer.report.records import RunRecord
 from knapformer.report.statistics import Estimate, t_quantile
-from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table, text
+from knapformer.report.tables import COLUMNS, COMPARED, compare_data, grouped, report_data, table
 from tests.browser import needs_browser, open_in_browser, width_in_browser
 
 ENVIRONMENT = {"time": "now", "python": "3", "versions": {"numpy": "2", "torch": None}, "device": "paper <x>"}
@@ -79,7 +79,7 @@ def test_warm_up_is_left_out_and_missing_values_are_not_made_up() -> None:
     assert group["rows"][0]["step_seconds"]["mean"] == 8.5
     assert group["rows"][0]["hfu"] is None and group["rows"][0]["exposed_seconds"] is None
     assert "HFU" not in table(group, COLUMNS)[0]
-    assert text("hfu", None) == "-"
+    assert all(column.text(None) == "-" for column in (*COLUMNS, *COMPARED))
 
 
 def test_imbalance_before_is_the_baselines() -> None:

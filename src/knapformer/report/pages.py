@@ -9,7 +9,7 @@ from typing import Any
 from knapformer.report.figures import Planners, group_figures
 from knapformer.report.html import bullets, escape, figure, page
 from knapformer.report.html import table as html_table
-from knapformer.report.tables import COLUMNS, COMPARED, table
+from knapformer.report.tables import COLUMNS, COMPARED, Column, table
 
 
 def report_page(data: Mapping[str, Any], runs: Mapping[Any, Planners] | None = None) -> str:
@@ -62,7 +62,7 @@ def report_markdown(data: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _columns(group: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
+def _columns(group: Mapping[str, Any]) -> tuple[Column, ...]:
     return COLUMNS if "baseline" in group else COMPARED
 
 

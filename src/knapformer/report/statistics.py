@@ -38,6 +38,11 @@ class Estimate:
             return cls(fmean(seeds), None)
         return cls(fmean(seeds), t_quantile(len(seeds) - 1) * stdev(seeds) / sqrt(len(seeds)))
 
+    @classmethod
+    def largest(cls, seeds: Sequence[float]) -> "Estimate":
+        """The largest of all seeds, which has no interval."""
+        return cls(max(seeds), None)
+
     def to_json(self) -> dict[str, Any]:
         return {"mean": self.mean, "half": self.half}
 

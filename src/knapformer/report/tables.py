@@ -16,31 +16,47 @@ from knapformer.errors import DataError
 from knapformer.report.records import RunRecord
 from knapformer.report.statistics import Estimate
 
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("step_seconds", "step", "{:.3f} s"),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("hfu", "HFU", "{:.1%}"),
-    ("imbalance_before", "imbalance before", "{:.3f}"),
-    ("imbalance", "imbalance", "{:.3f}"),
-    ("rank_tokens", "tokens, fullest rank", "{:,.0f}"),
-    ("token_imbalance", "over mean", "{:.3f}"),
-    ("split_traffic", "split traffic", "{:.1%}"),
-    ("routed_fraction", "routed", "{:.1%}"),
-    ("exposed_seconds", "exposed comm.", "{:.3f} s"),
-    ("speedup", "speed-up", "{:.3f}"),
-)
-"""Key, head and form of each figure of a row."""
-COMPARED: tuple[tuple[str, str, str], ...] = (
-    ("step_seconds_before", "step before", "{:.3f} s"),
-    ("step_seconds_after", "step after", "{:.3f} s"),
-    ("imbalance_before", "imbalance before", "{:.3f}"),
-    ("imbalance_after", "imbalance after", "{:.3f}"),
-    ("speed_ratio", "times as fast", "{:.3f}"),
-    ("loss_difference", "loss difference", "{:.1e}"),
-)
-"""As COLUMNS, of a comparison."""
-INTERVALS = ("step_seconds", "speedup", "speed_ratio")
-"""Figures that are shown with their interval."""
+BASE, RUN, BOTH = (0,), (1,), (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure of every row.
+
+    Attributes:
+        key: its name in the report's data.
+        head: of the table's column.
+        form: of the number, and its unit after a blank.
+        value: of a seed. Raises `MissingError` if a step lacks what it needs.
+        of: what the value is of: the run of that seed, the one it is compared with, or both.
+        interval: whether it is shown with its interval.
+        over_seeds: the estimate from the values of all seeds.
+    """
+
+    key: str
+    head: str
+    form: str
+    value: Callable[..., float]
+    of: tuple[int, ...] = RUN
+    interval: bool = False
+    over_seeds: Callable[[Sequence[float]], Estimate] = Estimate.of
+
+    def figure(self, pairs: Iterable[tuple[RunRecord | None, RunRecord]]) -> dict[str, Any] | None:
+        """Over (compared with, run) of all seeds, as plain data; None where no seed has what it needs."""
+        needed = [[pair[index] for index in self.of] for pair in pairs]
+        try:
+            values = [self.value(*runs) for runs in needed if None not in runs]
+        except MissingError:
+            return None
+        return self.over_seeds(values).to_json() if values else None
+
+    def text(self, figure: Mapping[str, Any] | None) -> str:
+        """A figure as every form of a report shows it."""
+        if figure is None:
+            return "-"
+        number, _, unit = self.form.partition(" ")
+        half = f" ± {number.format(figure['half'])}" if self.interval and figure["half"] is not None else ""
+        return f"{number.format(figure['mean'])}{half} {unit}".strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,38 +143,32 @@ def compare_data(before: Sequence[RunRecord], after: Sequence[RunRecord], names:
     first, second = grouped(before), grouped(after)
     groups = []
     for key, planners in first.items():
-        shared = {p: (planners[p], second[key][p]) for p in planners if p in second.get(key, {})}
-        if rows := [_compared(planner, a, b) for planner, (a, b) in shared.items() if a.keys() & b.keys()]:
+        rows = []
+        for planner, runs in planners.items():
+            others = second.get(key, {}).get(planner, {})
+            if pairs := {seed: (run, others[seed]) for seed, run in runs.items() if seed in others}:
+                rows.append(_row(planner, pairs, COMPARED))
+        if rows:
             groups.append({"title": _title(*key), "rows": rows})
     if not groups:
         raise DataError(f"{names[0]} and {names[1]} have no workload, planner and seed in common")
     return {"title": f"{names[1]} against {names[0]}", "names": list(names), "groups": groups}
 
 
-def text(key: str, value: Mapping[str, Any] | None) -> str:
-    """A figure as every form of a report shows it."""
-    if value is None:
-        return "-"
-    form = next(form for name, _, form in (*COLUMNS, *COMPARED) if name == key)
-    number, _, unit = form.partition(" ")
-    half = f" ± {number.format(value['half'])}" if key in INTERVALS and value["half"] is not None else ""
-    return f"{number.format(value['mean'])}{half} {unit}".strip()
-
-
-def table(group: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> tuple[list[str], list[list[str]]]:
+def table(group: Mapping[str, Any], columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
     """Heads and cells of a group's table, as text; columns that no row has are left out."""
-    shown = [column for column in columns if any(row[column[0]] is not None for row in group["rows"])]
-    rows = [[row["planner"], *(text(key, row[key]) for key, _, _ in shown)] for row in group["rows"]]
-    return ["planner", *(head for _, head, _ in shown)], rows
-
-
-# ---- rows ----------------------------------------------------------------------------------------------------------
+    shown = [column for column in columns if any(row[column.key] is not None for row in group["rows"])]
+    rows = [[row["planner"], *(column.text(row[column.key]) for column in shown)] for row in group["rows"]]
+    return ["planner", *(column.head for column in shown)], rows
 
 
 def _group(workload: str, model: str, planners: Mapping[str, Mapping[int, RunRecord]]) -> dict[str, Any]:
     labels = Labels.of(next(iter(next(iter(planners.values())).values())))
     base = planners.get(labels.baseline, {})
-    rows = [_row(planner, seeds, base) for planner, seeds in planners.items()]
+    rows = []
+    for planner, runs in planners.items():
+        row = _row(planner, {seed: (base.get(seed), run) for seed, run in runs.items()}, COLUMNS)
+        rows.append(row | {"steps": len(next(iter(runs.values())).steps)})
     return {
         "title": _title(workload, model),
         "engine": labels.engine,
@@ -168,49 +178,24 @@ def _group(workload: str, model: str, planners: Mapping[str, Mapping[int, RunRec
     }
 
 
-def _row(planner: str, seeds: Mapping[int, RunRecord], base: Mapping[int, RunRecord]) -> dict[str, Any]:
-    runs = list(seeds.values())
-    pairs = [(base[seed], run) for seed, run in seeds.items() if seed in base]
-    figures: dict[str, Estimate | None] = {
-        "step_seconds": _over_seeds(runs, _mean_of("seconds")),
-        "tokens_per_second": _over_seeds(runs, lambda run: _sum(run, "tokens") / _sum(run, "seconds")),
-        "hfu": _over_seeds(runs, _hfu),
-        "imbalance_before": _over_seeds([a for a, _ in pairs], _imbalance),
-        "imbalance": _over_seeds(runs, _imbalance),
-        "rank_tokens": _over_seeds(runs, lambda run: fmean(max(row) for row in steps_of(run, "rank_tokens"))),
-        "token_imbalance": _over_seeds(
-            runs, lambda run: fmean(max(row) * len(row) / sum(row) for row in steps_of(run, "rank_tokens"))
-        ),
-        "split_traffic": _over_seeds(runs, _mean_of("split_traffic")),
-        "routed_fraction": _over_seeds(runs, _mean_of("routed_fraction")),
-        "exposed_seconds": _over_seeds(runs, _mean_of("exposed_seconds")),
-        "speedup": _over_seeds(pairs, lambda pair: _paired(*pair)),
-    }
-    plain = {name: None if figure is None else figure.to_json() for name, figure in figures.items()}
-    return {"planner": planner, "seeds": sorted(seeds), "steps": len(runs[0].steps), **plain}
+def _row(planner: str, pairs: Mapping[int, tuple[RunRecord | None, RunRecord]], columns: Sequence[Column]) -> Any:
+    figures = {column.key: column.figure(pairs.values()) for column in columns}
+    return {"planner": planner, "seeds": sorted(pairs), **figures}
 
 
-def _compared(planner: str, a: Mapping[int, RunRecord], b: Mapping[int, RunRecord]) -> dict[str, Any]:
-    pairs = [(a[seed], b[seed]) for seed in a if seed in b]
-    first, second = [one for one, _ in pairs], [two for _, two in pairs]
-    figures = {
-        "step_seconds_before": _over_seeds(first, _mean_of("seconds")),
-        "step_seconds_after": _over_seeds(second, _mean_of("seconds")),
-        "imbalance_before": _over_seeds(first, _imbalance),
-        "imbalance_after": _over_seeds(second, _imbalance),
-        "speed_ratio": _over_seeds(pairs, lambda pair: _paired(*pair)),
-        "loss_difference": _over_seeds([pairs], _loss_difference),
-    }
-    plain = {name: None if figure is None else figure.to_json() for name, figure in figures.items()}
-    return {"planner": planner, "seeds": sorted(a.keys() & b.keys()), **plain}
+def _title(workload: str, model: str) -> str:
+    return f"{workload}, {model}" if model else workload
 
 
-def _over_seeds(items: Sequence[Any], figure: Callable[[Any], float]) -> Estimate | None:
-    """Estimate of a figure; None where there is no item, or a step lacks what the figure needs."""
-    try:
-        return Estimate.of([figure(item) for item in items]) if items else None
-    except MissingError:
-        return None
+def _unique(items: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    for item in items:
+        if item not in found:
+            found.append(item)
+    return found
+
+
+# ---- figures of a run ----------------------------------------------------------------------------------------------
 
 
 class MissingError(Exception):
@@ -230,7 +215,7 @@ def _sum(run: RunRecord, name: str) -> float:
     return sum(steps_of(run, name))
 
 
-def _mean_of(name: str) -> Callable[[RunRecord], float]:
+def _mean(name: str) -> Callable[[RunRecord], float]:
     return lambda run: fmean(steps_of(run, name))
 
 
@@ -250,29 +235,43 @@ def _hfu(run: RunRecord) -> float:
     return _sum(run, "flop") / (_sum(run, "seconds") * ranks * peak)
 
 
-def _paired(base: RunRecord, run: RunRecord) -> float:
+def _token_imbalance(run: RunRecord) -> float:
+    return fmean(max(row) * len(row) / sum(row) for row in steps_of(run, "rank_tokens"))
+
+
+def _speed_ratio(base: RunRecord, run: RunRecord) -> float:
     """Mean over steps of the base's step time over that of the run."""
     return fmean(a / b for a, b in zip(steps_of(base, "seconds"), steps_of(run, "seconds"), strict=False))
 
 
-def _loss_difference(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> float:
+def _loss_difference(base: RunRecord, run: RunRecord) -> float:
     """Largest over all steps, relative."""
-    differences = []
-    for first, second in pairs:
-        for a, b in zip(first.steps, second.steps, strict=False):
-            if a.get("loss") is None or b.get("loss") is None:
-                raise MissingError
-            differences.append(abs(a["loss"] - b["loss"]) / max(abs(a["loss"]), 1e-30))
-    return max(differences)
+    losses = [(a.get("loss"), b.get("loss")) for a, b in zip(base.steps, run.steps, strict=False)]
+    if any(None in pair for pair in losses):
+        raise MissingError
+    return max(abs(a - b) / max(abs(a), 1e-30) for a, b in losses)
 
 
-def _title(workload: str, model: str) -> str:
-    return f"{workload}, {model}" if model else workload
-
-
-def _unique(items: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for item in items:
-        if item not in found:
-            found.append(item)
-    return found
+COLUMNS = (
+    Column("step_seconds", "step", "{:.3f} s", _mean("seconds"), interval=True),
+    Column("tokens_per_second", "tokens/s", "{:,.0f}", lambda run: _sum(run, "tokens") / _sum(run, "seconds")),
+    Column("hfu", "HFU", "{:.1%}", _hfu),
+    Column("imbalance_before", "imbalance before", "{:.3f}", _imbalance, BASE),
+    Column("imbalance", "imbalance", "{:.3f}", _imbalance),
+    Column("rank_tokens", "tokens, fullest rank", "{:,.0f}", lambda run: fmean(map(max, steps_of(run, "rank_tokens")))),
+    Column("token_imbalance", "over mean", "{:.3f}", _token_imbalance),
+    Column("split_traffic", "split traffic", "{:.1%}", _mean("split_traffic")),
+    Column("routed_fraction", "routed", "{:.1%}", _mean("routed_fraction")),
+    Column("exposed_seconds", "exposed comm.", "{:.3f} s", _mean("exposed_seconds")),
+    Column("speedup", "speed-up", "{:.3f}", _speed_ratio, BOTH, interval=True),
+)
+"""Of a report's groups; each run is compared with that of the baseline."""
+COMPARED = (
+    Column("step_seconds_before", "step before", "{:.3f} s", _mean("seconds"), BASE),
+    Column("step_seconds_after", "step after", "{:.3f} s", _mean("seconds")),
+    Column("imbalance_before", "imbalance before", "{:.3f}", _imbalance, BASE),
+    Column("imbalance_after", "imbalance after", "{:.3f}", _imbalance),
+    Column("speed_ratio", "times as fast", "{:.3f}", _speed_ratio, BOTH, interval=True),
+    Column("loss_difference", "loss difference", "{:.1e}", _loss_difference, BOTH, over_seeds=Estimate.largest),
+)
+"""Of two sets of runs side by side."""

@@ -42,7 +42,7 @@ def report_lines(data: dict[str, Any]) -> list[Table | str]:
     lines: list[Table | str] = []
     for group in data["groups"]:
         columns = COLUMNS if "baseline" in group else COMPARED
-        heads, rows = table(group, [column for column in columns if column[0] in _SHOWN])
+        heads, rows = table(group, [column for column in columns if column.key in _SHOWN])
         lines += [plain_table(group["title"], heads, rows), ""]
     for failure in data.get("failures", ()):
         lines.append(f"[bold red]failed:[/] {escape(failure['run'])}: {escape(failure['cause'])}")
