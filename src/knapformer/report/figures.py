@@ -68,20 +68,20 @@ def _loads(group: Mapping[str, Any], planners: Planners) -> Any:
 def _shares(group: Mapping[str, Any], planners: Planners) -> Any:
     figure = new_figure(6.2, 1.2 + 0.36 * len(planners))
     axes = figure.subplots()
-    parts: list[tuple[str, str, Callable[[RunRecord], float]]] = [
+    shares: list[tuple[str, str, Callable[[RunRecord], float]]] = [
         ("computing", AFTER, lambda run: fmean(fmean(row) for row in steps_of(run, "busy_seconds"))),
         ("waiting for ranks", BEFORE_LIGHT, lambda run: fmean(steps_of(run, "waiting_seconds"))),
         ("waiting for bytes", BEFORE, lambda run: fmean(steps_of(run, "exposed_seconds"))),
     ]
     if not all("waiting_seconds" in run.steps[0] for runs in planners.values() for run in runs.values()):
-        parts = parts[:1]
+        shares = shares[:1]
     left = [0.0] * len(planners)
     whole = [_mean(runs, lambda run: fmean(steps_of(run, "seconds"))) for runs in planners.values()]
-    for label, colour, value in parts:
+    for label, colour, value in shares:
         widths = [100 * _mean(runs, value) / total for runs, total in zip(planners.values(), whole, strict=True)]
         axes.barh(range(len(planners)), widths, left=left, color=colour, height=0.7, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    rest = "update and launches" if len(parts) > 1 else "waiting and all else"
+    rest = "update and launches" if len(shares) > 1 else "waiting and all else"
     axes.barh(
         range(len(planners)), [max(0, 100 - at) for at in left], left=left, color=AFTER_LIGHT, height=0.7, label=rest
     )

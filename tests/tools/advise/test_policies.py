@@ -1,6 +1,7 @@
 """Bucket configs, and what policies make of a histogram: who draws what, and how much it can be."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from knapformer.plan import Limits
 from knapformer.tools.advise.buckets import Buckets, read_buckets
 from knapformer.tools.advise.histogram import Histogram
 from knapformer.tools.advise.memory import TokenMemory
-from knapformer.tools.advise.policies import balanced, fixed_degree, random_steps, run_policy, todays_policies
+from knapformer.tools.advise.policies import Policies, run_policy
 from knapformer.tools.simulate.presets import model_preset
 from knapformer.tools.simulate.scenario import Scenario
 
@@ -22,10 +23,9 @@ BUCKETS = Buckets.cut(MIX, SCENARIO.cost_model(), 2, ROOM.limit(split=False))
 
 
 def policies():
-    found = {p.name: p for p in todays_policies(MIX, BUCKETS, SCENARIO, batch=2, room=ROOM, seed=3)}
-    found["fixed-degree"] = fixed_degree(MIX, SCENARIO, 2, batch=2, room=ROOM, seed=3)
-    found["balanced"] = balanced(MIX, found["random"].steps, SCENARIO, batch=2, room=ROOM)
-    return found
+    make = Policies(MIX, SCENARIO, ROOM, seed=3)
+    random = make.random(2)
+    return {p.name: p for p in (random, *make.bucketed(BUCKETS), make.fixed_degree(2, 2), make.balanced(random, 2))}
 
 
 def test_buckets_have_equal_work_within_memory():
@@ -57,7 +57,7 @@ def test_each_policy_draws_as_it_says():
 
 
 def test_samples_come_in_the_data_sets_proportions():
-    many = np.concatenate([random_steps(MIX, 4, 8, seed=0)(i).length for i in range(300)])
+    many = np.concatenate([Policies(MIX, SCENARIO, ROOM).random(8).steps(i).length for i in range(300)])
     share = [np.mean(many == length) for length in MIX.length]
     np.testing.assert_allclose(share, MIX.count / 100, atol=0.015)
     steps = policies()["bucket-by-rank"].steps
@@ -69,8 +69,8 @@ def test_samples_come_in_the_data_sets_proportions():
 
 def test_no_step_is_heavier_than_the_heaviest_legal_one():
     for policy in policies().values():
-        limits = Limits(ROOM.limit(split=True)) if policy.name == "balanced" else None
-        outcome = run_policy(policy, SCENARIO, 12, limits)
+        assert policy.limits == (Limits(ROOM.limit(split=True)) if policy.name == "balanced" else Limits())
+        outcome = run_policy(policy, SCENARIO, 12)
         assert outcome.rank_tokens.max() <= policy.worst_tokens
         assert 0 < outcome.efficiency <= 1 and outcome.refused == 0
     spread = run_policy(policies()["fixed-degree"], SCENARIO, 3)
@@ -78,8 +78,8 @@ def test_no_step_is_heavier_than_the_heaviest_legal_one():
 
 
 def test_steps_that_do_not_fit_are_counted():
-    tight = Limits(2600)
-    outcome = run_policy(policies()["balanced"], SCENARIO, 30, tight)
+    tight = replace(policies()["balanced"], limits=Limits(2600))
+    outcome = run_policy(tight, SCENARIO, 30)
     sizes = [policies()["balanced"].steps(i).num_tokens for i in range(30)]
     assert outcome.refused == sum(size > 4 * 2600 for size in sizes) > 0
     assert len(outcome.seconds) == 30 - outcome.refused

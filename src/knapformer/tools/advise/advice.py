@@ -8,26 +8,16 @@ speed-up, as all policies train on the same samples in the long run.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from knapformer.errors import SpecError
-from knapformer.plan import Limits
 from knapformer.tools.advise.buckets import Buckets
 from knapformer.tools.advise.histogram import Histogram
 from knapformer.tools.advise.memory import NEGLIGIBLE, USABLE, TokenMemory, chance_above
-from knapformer.tools.advise.policies import (
-    Outcome,
-    balanced,
-    fixed_degree,
-    random_steps,
-    recorded,
-    run_policy,
-    todays_policies,
-    too_large,
-)
+from knapformer.tools.advise.policies import Outcome, Policies, run_policy
 from knapformer.tools.advise.query import ScanOptions
 from knapformer.tools.advise.sources import Material, load_material
 from knapformer.tools.advise.verdict import verdict
@@ -117,31 +107,22 @@ def _outcomes(
     material: Material, scenario: Scenario, *, batch: int, room: TokenMemory, options: AdviseOptions
 ) -> list[Outcome]:
     """Policies of today, then balanced; and, where that is far from filling memory, balanced with more samples."""
-    histogram, ranks = material.histogram, scenario.cluster.world_size
-    num_steps = options.num_steps or int(np.clip(1600 // ranks, 20, 100))
-    buckets = material.buckets or Buckets.cut(histogram, scenario.cost_model(), batch, room.limit(split=False))
-    policies = list(todays_policies(histogram, buckets, scenario, batch=batch, room=room, seed=options.seed))
-    steps, planned = random_steps(histogram, ranks, batch, seed=options.seed), num_steps
-    if material.trace is not None:
-        planned = min(num_steps, material.trace.num_steps)
-        policies[0] = recorded(material.trace, room)
-        steps = policies[0].steps
+    ranks, num_steps = scenario.cluster.world_size, options.num_steps
+    num_steps = num_steps or int(np.clip(1600 // ranks, 20, 100))
+    make = Policies(material.histogram, scenario, room, options.seed)
+    buckets = material.buckets or Buckets.cut(material.histogram, scenario.cost_model(), batch, room.limit(split=False))
+    drawn = make.random(batch) if material.trace is None else make.recorded(material.trace)
+    policies = [drawn, *make.bucketed(buckets)]
     degrees = [g for g in (2, 4, 8) if ranks % g == 0 and g <= max(scenario.cluster.node_sizes)]
-    fixed = [fixed_degree(histogram, scenario, g, batch=batch, room=room, seed=options.seed) for g in degrees]
-    outcomes = [run_policy(p, scenario, num_steps if p.steps is not steps else planned) for p in policies]
-    if fixed:
-        best = max(fixed, key=lambda p: run_policy(p, scenario, min(num_steps, _TRIAL_STEPS)).efficiency)
-        outcomes.append(run_policy(best, scenario, num_steps))
-    ours = balanced(histogram, steps, scenario, batch=batch, room=room)
-    if material.trace is not None:
-        ours = replace(ours, overflow=too_large(material.trace, room))
-    limits = Limits(room.limit(split=True))
-    outcomes.append(run_policy(ours, scenario, planned, limits))
-    if options.batch is None and (more := min(_MOST_SAMPLES, _largest_batch(histogram, ranks, room))) >= 2 * batch:
-        drawn = random_steps(histogram, ranks, more, seed=options.seed)
-        fuller = balanced(histogram, drawn, scenario, batch=more, room=room, more=True)
-        outcomes.append(run_policy(fuller, scenario, num_steps, limits))
-    return outcomes
+    if degrees:
+        fixed = [make.fixed_degree(degree, batch) for degree in degrees]
+        tried = [run_policy(policy, scenario, min(num_steps, _TRIAL_STEPS)).efficiency for policy in fixed]
+        policies.append(fixed[int(np.argmax(tried))])
+    policies.append(make.balanced(drawn, batch))
+    more = min(_MOST_SAMPLES, _largest_batch(material.histogram, ranks, room))
+    if options.batch is None and more >= 2 * batch:
+        policies.append(make.balanced(make.random(more), more, more=True))
+    return [run_policy(policy, scenario, num_steps) for policy in policies]
 
 
 def _policy(outcome: Outcome, after: Outcome, room: TokenMemory) -> dict[str, Any]:
@@ -221,15 +202,15 @@ def _distribution(histogram: Histogram, scenario: Scenario) -> dict[str, Any]:
 
 
 def _memory(histogram: Histogram, scenario: Scenario, room: TokenMemory) -> dict[str, Any]:
-    limit, ranks, at_home = room.limit(split=True), scenario.cluster.world_size, room.limit(split=False)
-    above = histogram.count[histogram.length > at_home].sum()
+    limit, ranks, whole_limit = room.limit(split=True), scenario.cluster.world_size, room.limit(split=False)
+    above = histogram.count[histogram.length > whole_limit].sum()
     return {
         "device_bytes": scenario.memory_bytes,
         "usable": USABLE,
         "without_tokens_bytes": room.fixed,
         "max_tokens_per_rank": limit,
         "samples_too_long_for_a_rank": float(above / histogram.num_samples),
-        "batch_unbalanced": at_home // histogram.longest,
+        "batch_unbalanced": whole_limit // histogram.longest,
         "batch_balanced": _largest_batch(histogram, ranks, room),
     }
 

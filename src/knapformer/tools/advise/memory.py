@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from knapformer.errors import PlanError
 from knapformer.plan import Limits, Sequences, make_planner
 from knapformer.plan.arrays import Int64Array
+from knapformer.tools.simulate.memory import split_row_bytes
 from knapformer.tools.simulate.scenario import Scenario
 
 USABLE = 0.9
@@ -48,8 +49,8 @@ class TokenMemory:
     @classmethod
     def of(cls, scenario: Scenario) -> "TokenMemory":
         """Raises `PlanError` if not even the model fits."""
-        fixed, one = (_at_home(scenario, tokens) for tokens in (0, 1))
-        split = 2 * 2 * 4 * scenario.model.d_model  # as `sim.memory` counts its rows: 16 bit, with gradients
+        fixed, one = (_unbalanced_peak(scenario, tokens) for tokens in (0, 1))
+        split = 4 * scenario.model.num_heads * split_row_bytes(scenario.model)  # q, k, v and o of every head
         found = cls(fixed, one - fixed, one - fixed + split, USABLE * scenario.memory_bytes)
         if found.limit(split=True) < _GRANULE:
             raise PlanError(
@@ -68,7 +69,8 @@ class TokenMemory:
         return self.fixed + tokens * (self.per_split_token if split else self.per_token)
 
 
-def _at_home(scenario: Scenario, tokens: int) -> float:
+def _unbalanced_peak(scenario: Scenario, tokens: int) -> float:
+    """Estimate where every rank has one whole sequence of so many tokens [byte]."""
     sequences = Sequences.from_ranks([[tokens] if tokens else []] * scenario.cluster.world_size)
     placement = make_planner("local")(sequences, scenario.cluster, scenario.cost_model(), Limits())
     return float(scenario.memory(placement).max())

@@ -20,6 +20,8 @@ from knapformer.tools.simulate.work import StepWork
 STATE_BYTES = 16
 LAYER_BYTES = 34
 GRADIENTS_IN_FLIGHT = 1.5
+ELEMENT_BYTES = 2
+"""Activations are in 16 bit."""
 
 
 def peak_memory(work: StepWork, model: ModelShape, options: StepOptions, world_size: int) -> Floats:
@@ -31,7 +33,12 @@ def peak_memory(work: StepWork, model: ModelShape, options: StepOptions, world_s
     channel = work.tokens * model.d_model
     layer = channel * LAYER_BYTES
     if options.checkpointing:
-        activations = 2 * channel * model.num_layers + GRADIENTS_IN_FLIGHT * layer
+        activations = ELEMENT_BYTES * channel * model.num_layers + GRADIENTS_IN_FLIGHT * layer
     else:
         activations = layer * (model.num_layers + GRADIENTS_IN_FLIGHT - 1)
-    return np.asarray(fixed + activations + 2 * 2 * work.split_rows * model.head_dim)
+    return np.asarray(fixed + activations + split_row_bytes(model) * work.split_rows)
+
+
+def split_row_bytes(model: ModelShape) -> int:
+    """One row of q, k, v or o that a rank has for others, and its gradient [byte]."""
+    return 2 * ELEMENT_BYTES * model.head_dim
