@@ -125,10 +125,8 @@ def _blocks(placement: Placement, cost: CostModel) -> Blocks:
     row_price = cost.per_qk_pair * sequences.length[rows.seq]
     row_order = np.lexsort((rows.start, rows.seq, placement.split[rows.seq], rows.rank))
     row_work = (row_price * rows.count)[row_order]
-    token_top, token_home_top = (
-        cost.token * placement.tokens(),
-        cost.token * sequences.tokens_at_home(placement.world_size),
-    )
+    token_top = cost.token * placement.tokens()
+    token_home_top = cost.token * sequences.tokens_at_home(placement.world_size)
     area = cost.per_qk_pair * placement.num_heads * sequences.length * sequences.length
     area_base = exclusive_cumsum(area) - exclusive_cumsum(area)[np.searchsorted(sequences.home, sequences.home)]
     seq = np.concatenate([tokens.seq[order], rows.seq[row_order]])

@@ -109,12 +109,7 @@ def _launch(
             shared = np.minimum(end, transfer.end) - np.maximum(begin, transfer.begin)
             end = end + np.where(takes_part & (other.seconds > 0), np.maximum(shared, 0.0), 0.0)
     transfer = _Transfer(op.kind, ready, begin, end)
-    if op.stream in last:  # a rank that takes no part leaves its stream as it was
-        before = last[op.stream][1]
-        kept = [np.where(takes_part, new, old) for new, old in ((begin, before.begin), (end, before.end))]
-        last[op.stream] = op, _Transfer(op.kind, ready, *kept)
-    else:
-        last[op.stream] = op, transfer
-    if not takes_part.all():
-        transfer = _Transfer(op.kind, now, np.where(takes_part, begin, now), np.where(takes_part, end, now))
-    return transfer
+    last[op.stream] = op, transfer  # on a rank that takes no part, the stream is as free as it was
+    if takes_part.all():
+        return transfer
+    return _Transfer(op.kind, now, np.where(takes_part, begin, now), np.where(takes_part, end, now))

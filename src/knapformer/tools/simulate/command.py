@@ -88,10 +88,8 @@ def command(
         overlap=overlap,
         step_seconds=step_seconds,
     )
-    chosen, limits = (
-        make_planner(planner or ("bags" if topology else "balanced"), topology),
-        Limits(max_tokens_per_rank),
-    )
+    chosen = make_planner(planner or ("bags" if topology else "balanced"), topology)
+    limits = Limits(max_tokens_per_rank)
     result = simulate_trace(lengths, scenario, chosen, limits)
     if trace is not None:
         first = lengths.sequences(0)

@@ -99,7 +99,7 @@ def device_preset(name: str) -> DevicePreset:
 
 
 def cluster_preset(text: str) -> ClusterPreset:
-    """Read a cluster such as `h100x32-nic200`. Raises `SpecError` naming the part it cannot read."""
+    """Read a cluster such as `h100x32-nic200`. Raises `SpecError` naming what it cannot read."""
     name, *options = text.split("-")
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) < 1:
@@ -121,6 +121,7 @@ def cluster_preset(text: str) -> ClusterPreset:
         if given.get(key, 1) % 1:
             raise SpecError(f"cluster {text!r}: {key}{given[key]:g} must be a whole number of ranks")
     intra = device.pcie * NIC_EFFICIENCY if "pcie" in given else device.nvlink * NVLINK_EFFICIENCY
+    inter = given.get("nic", device.nic_gbits) / 8 * 1e9 * NIC_EFFICIENCY
     shard = int(given["shard"]) if "shard" in given else None
     if shard is not None and world_size % shard:
         raise SpecError(f"cluster {text!r}: shard{shard} must divide the {world_size} ranks")
@@ -130,8 +131,6 @@ def cluster_preset(text: str) -> ClusterPreset:
         world_size=world_size,
         ranks_per_node=int(given.get("node", 8)),
         intra_node=given["intra"] * 1e9 if "intra" in given else intra,
-        inter_node=given["inter"] * 1e9
-        if "inter" in given
-        else given.get("nic", device.nic_gbits) / 8 * 1e9 * NIC_EFFICIENCY,
+        inter_node=given["inter"] * 1e9 if "inter" in given else inter,
         shard_size=shard,
     )
