@@ -246,10 +246,13 @@ def _speed_ratio(base: RunRecord, run: RunRecord) -> float:
 
 def _loss_difference(base: RunRecord, run: RunRecord) -> float:
     """Largest over all steps, relative."""
-    losses = [(a.get("loss"), b.get("loss")) for a, b in zip(base.steps, run.steps, strict=False)]
-    if any(None in pair for pair in losses):
-        raise MissingError
-    return max(abs(a - b) / max(abs(a), 1e-30) for a, b in losses)
+    largest = 0.0
+    for before, after in zip(base.steps, run.steps, strict=False):
+        a, b = before.get("loss"), after.get("loss")
+        if a is None or b is None:
+            raise MissingError
+        largest = max(largest, abs(a - b) / max(abs(a), 1e-30))
+    return largest
 
 
 COLUMNS = (
