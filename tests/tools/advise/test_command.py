@@ -6,6 +6,7 @@ import re
 import pytest
 
 from knapformer.cli.app import run
+from tests.browser import needs_browser, width_in_browser
 
 ROWS = "width,height,frames,caption\n640,480,1,a dog\n832,480,49,<b>waves</b>\n-1,480,1,x\n832,480,33,sea\n"
 
@@ -62,3 +63,11 @@ def test_errors_are_one_line(source, capsys, arguments, message):
     assert run(["advise", *sources, *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
+
+
+@needs_browser
+@pytest.mark.filterwarnings("default::knapformer.errors.KnapFormerWarning")
+def test_the_page_is_as_wide_as_its_window(source, tmp_path):
+    page = tmp_path / "advice.html"
+    assert run(["advise", source, *ARGUMENTS, "--html", str(page)]) == 0
+    assert width_in_browser(page, tmp_path, 500) == 500
