@@ -101,7 +101,7 @@ def change(path: tuple, value: object) -> dict:
         (change(("steps",), []), ["no steps"]),
         (change(("steps",), {}), ["Expected `array`, got `object` - at `$.steps`"]),
         (change(("steps", 0), []), ["Expected `object`, got `array` - at `$.steps[0]`"]),
-        (change(("steps", 1, "seq_lens", 1), [9, -2]), ["step 1", "rank 1", "sequence 1", "length -2"]),
+        (change(("steps", 1, "seq_lens", 1), [9, -2]), ["step 1", "sequence 2 (home rank 1) has length -2"]),
         (change(("steps", 1, "seq_lens", 1), [9, 0]), ["step 1", "rank 1", "length 0"]),
         (change(("steps", 1, "seq_lens", 1), [9, 2.5]), ["got `float` - at `$.steps[1].seq_lens[1][1]`, which is 2.5"]),
         (change(("steps", 1, "seq_lens", 1), [9, 2.0]), ["got `float` - at `$.steps[1].seq_lens[1][1]`, which is 2.0"]),
@@ -116,8 +116,11 @@ def change(path: tuple, value: object) -> dict:
         (change(("steps", 1, "seq_lens", 1), [9]), ["step 1", "rank 1 has 1 sequences but 2 text lengths"]),
         (change(("steps", 0, "seq_lens"), [[5, 7]]), ["step 0", "seq_lens has 1 ranks", "world size is 2"]),
         (change(("steps", 0, "text_lens"), [[0, 7], [], []]), ["step 0", "text_lens has 3 ranks"]),
-        (change(("steps", 0, "text_lens", 0), [0, 8]), ["step 0", "rank 0, sequence 1", "text length 8", "7 tokens"]),
-        (change(("steps", 0, "text_lens", 0), [-1, 7]), ["step 0", "rank 0, sequence 0", "text length -1"]),
+        (
+            change(("steps", 0, "text_lens", 0), [0, 8]),
+            ["sequence 1 (home rank 0) has text_length 8; allowed is from 0 to its length"],
+        ),
+        (change(("steps", 0, "text_lens", 0), [-1, 7]), ["step 0: sequence 0 (home rank 0) has text_length -1"]),
         ([], ["Expected `object`, got `array`"]),
     ],
 )

@@ -49,10 +49,15 @@ def _check(holder: object, *names: str, least: float = 0) -> None:
             raise CalibrationError(f"{name} is {value!r}; it must be a finite number of at least {least}")
 
 
-def _check_keys(holder: object, allowed: Collection[str], *names: str) -> None:
+def _check_keys(holder: object, wanted: Collection[str], *names: str) -> None:
     for name in names:
-        if set(getattr(holder, name)) != set(allowed):
-            raise CalibrationError(f"{name} has {sorted(getattr(holder, name))}; it must have {', '.join(allowed)}")
+        if missing := set(wanted) - set(getattr(holder, name)):
+            raise CalibrationError(f"{name} has no {', '.join(sorted(missing))}; it must have {', '.join(wanted)}")
+
+
+def _rises(values: Sequence[float], *, strictly: bool = False) -> bool:
+    steps = np.diff(values)
+    return bool(np.isfinite(steps).all() and (steps > 0 if strictly else steps >= 0).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +101,6 @@ class Terms:
     def token_seconds(self, tokens: ArrayLike, sequences: ArrayLike = 0) -> Floats:
         """Everything but attention, on ranks with `tokens` and shards of `sequences`, and the layer's constant [s]."""
         return self.step + self.token * np.asarray(tokens) + self.sequence * np.asarray(sequences, dtype=np.float64)
-
-
-def _rises(values: Sequence[float], *, strictly: bool = False) -> bool:
-    steps = np.diff(values)
-    return bool(np.isfinite(steps).all() and (steps > 0 if strictly else steps >= 0).all())
 
 
 @dataclass(frozen=True, slots=True)

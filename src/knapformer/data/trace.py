@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from knapformer import files
-from knapformer.errors import DataError, SpecError
+from knapformer.errors import DataError, PlanError, SpecError
 from knapformer.plan import Sequences
 from knapformer.plan.sequences import MAX_LENGTH
 
@@ -102,23 +102,11 @@ class Trace:
         if (counts != text_counts).any():
             rank = int(np.argmax(counts != text_counts))
             self._fail(number, f"rank {rank} has {counts[rank]} sequences but {text_counts[rank]} text lengths")
-        lengths, texts = np.concatenate(step.seq_lens), np.concatenate(step.text_lens)
-        longest = lengths if self.text == "joint" else MAX_LENGTH
-        why = (
-            "at most its sequence's length, as meta.text is 'joint'"
-            if self.text == "joint"
-            else f"at most {MAX_LENGTH}"
-        )
-        for what, values, bad, allowed in (
-            ("length", lengths, (lengths < 1) | (lengths > MAX_LENGTH), f"allowed is 1 to {MAX_LENGTH} tokens"),
-            ("text length", texts, (texts < 0) | (texts > longest), f"allowed is 0 or more and {why}"),
-        ):
-            if bad.any():
-                at = int(np.argmax(bad))
-                rank = int(np.searchsorted(np.cumsum(counts), at, side="right"))
-                position = at - int(counts[:rank].sum())
-                told = f" (its sequence has {lengths[at]} tokens)" if what == "text length" else ""
-                self._fail(number, f"rank {rank}, sequence {position}: {what} {values[at]}{told}; {allowed}")
+        text = "text_lens" if self.text == "joint" else "context_lens"
+        try:
+            Sequences.from_ranks(step.seq_lens, **{text: step.text_lens})
+        except PlanError as error:
+            self._fail(number, str(error))
 
     def _fail(self, number: int, problem: str) -> NoReturn:
         raise DataError(f"trace {self.name!r}, step {number}: {problem}")
