@@ -2,8 +2,8 @@
 
 Each is a callable with the `Planner` protocol. Where a description leaves something open, or restricts a scheme in a
 way that is not essential to it, we choose what is better for it; each module says what it assumed. All of them see the
-same prices as ours, choose their own setting for every step by predicted step time, and may take longer than a step
-allows. None knows ranks of unequal speed.
+same prices as ours, run on the same executor, choose their own setting for every step by its timeline, and may take
+longer than a step allows. None knows ranks of unequal speed.
 """
 
 from knapformer.plan import Planner

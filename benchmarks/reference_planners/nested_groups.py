@@ -6,7 +6,7 @@ first, each on the group that is then ready earliest.
 
 Published: the threshold is a number of tokens per rank, set by hand; work is balanced between barriers, one round of
 groups after another; context parallelism exchanges keys and values. Here, in its favour: thresholds on tokens and on
-time are tried for every step and the best predicted step kept; there are no barriers; attention moves Ulysses'
+time are tried for every step and the best step on the timeline kept; there are no barriers; attention moves Ulysses'
 traffic, and rows are equal where heads do not divide by g.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Sequences
-from knapformer.plan.predict import predict
+from knapformer.plan.timeline import timeline
 
 from .rank_sets import Prices, RankSet, check_cap, place
 
@@ -37,7 +37,7 @@ class NestedGroupsPlanner:
 
 
 def nested_sets(sequences: Sequences, cluster: Cluster, cost: CostModel) -> list[RankSet]:
-    """The group of each sequence, for the threshold with the least predicted step."""
+    """The group of each sequence, for the threshold with the least step on the timeline."""
     world_size = cluster.world_size
     powers = [2**k for k in range(world_size.bit_length()) if 2**k <= world_size]
     time = np.stack([Prices(cluster, cost, equal_rows=True).share(sequences.length, g) for g in powers])
@@ -50,7 +50,7 @@ def nested_sets(sequences: Sequences, cluster: Cluster, cost: CostModel) -> list
             if power.tobytes() not in tried:
                 tried[power.tobytes()] = _groups(world_size, powers, power, time[power, np.arange(len(sequences))])
     steps = [
-        predict(place(sequences, cluster, cost, sets, "", equal_rows=True), cluster, cost).step
+        timeline(place(sequences, cluster, cost, sets, "", equal_rows=True), cluster, cost).step
         for sets in tried.values()
     ]
     return list(tried.values())[int(np.argmin(steps))]

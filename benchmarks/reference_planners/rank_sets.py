@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from knapformer.errors import PlanError
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Sequences, Shards
-from knapformer.plan.predict import predict, row_prices
+from knapformer.plan.predict import row_prices
+from knapformer.plan.timeline import timeline
 
 RankSet = tuple[int, ...]
 
@@ -63,8 +64,8 @@ def place(
 
 
 def best(placements: Iterable[Placement], cluster: Cluster, cost: CostModel) -> Placement:
-    """The placement of the least predicted step; the first of equals."""
-    return min(placements, key=lambda placement: predict(placement, cluster, cost).step)
+    """The placement of the least step on the timeline; the first of equals."""
+    return min(placements, key=lambda placement: timeline(placement, cluster, cost).step)
 
 
 def check_cap(placement: Placement, limits: Limits | None) -> Placement:

@@ -23,7 +23,7 @@ from benchmarks.reference_planners.karmarkar_karp import _join
 from benchmarks.reference_planners.rank_sets import Prices, place
 
 from knapformer.errors import PlanError
-from knapformer.plan import Cluster, CostModel, Limits, Placement, Planner, Sequences, make_planner, measure
+from knapformer.plan import Cluster, CostModel, Limits, Links, Placement, Planner, Sequences, make_planner, measure
 from knapformer.plan.predict import predict
 
 LINEAR = CostModel(num_heads=4, token=1, per_qk_pair=0, head_dim=1)  # work is the length; traffic costs thousands of it
@@ -165,9 +165,10 @@ def test_nested_groups_are_aligned_powers_of_two(mixed: tuple[Sequences, Cluster
 
 
 def test_flexsp_s_groups_differ_and_do_not_overlap() -> None:
-    """One sequence with half of all work, on half of the ranks; short ones on single ranks."""
+    """Over slow links: one sequence with half of all work, on half of the ranks; short ones on single ranks."""
     sequences = Sequences.from_ranks([[16000], [3300] * 2, [3300] * 6, [], [], [], [], []])
-    placement = FlexSPPlanner(time_limit=1)(sequences, Cluster(8, 8), CostModel.from_shapes(num_heads=24))
+    cluster = Cluster(8, 8, links=Links(intra_node=50e9))
+    placement = FlexSPPlanner(time_limit=1)(sequences, cluster, CostModel.from_shapes(num_heads=24))
     groups = {frozenset(group) for group in groups_of(placement).values()}
     assert len(groups_of(placement)[0]) == 4
     assert {len(group) for group in groups} > {4}

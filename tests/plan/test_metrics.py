@@ -22,6 +22,7 @@ from knapformer.plan import (
     measure,
 )
 from knapformer.plan.metrics import attention_traffic, imbalance, rank_loads
+from knapformer.plan.predict import row_prices
 from tests.plan.strategies import placements
 
 COSTS = st.builds(
@@ -240,11 +241,11 @@ def test_routed_fraction_the_slow_way(placement: Placement) -> None:
     ("heads", "more", "step", "overlap"),
     [
         # A bag of 2 and a sequence of 4 tokens: each rank has 2 tokens and half of the heads. Compute is 7 + 2 * 10
-        # + area, traffic 10 a row: of 2 heads q 2, k 2, v 2 and o 2 each way.
+        # + area, of which 2/5 of 27 before attention. 10 ticks a row: of 2 heads q, k, v 3 * 4 there and o 4 back.
         (2, [], 43 + 80, 43 + 80),  # one head a rank: nothing to compute meanwhile
-        (4, [], 59 + 160, 59 + 160 - 16),  # 2 head groups: half of split attention, 32, hides traffic
-        (4, [5], 59 + 157 + 160, 59 + 157 + 160 - 100 - 16),  # and a whole sequence of area 100
-        (4, [9], 59 + 421 + 160, 59 + 421),  # of area 324: all is hidden
+        (4, [], 59 + 160, 10 + 120 + 20 + 20 + 17),  # 2 stages: only the links are busy until the last outputs are back
+        (4, [5], 59 + 157 + 160, 33 + 120 + 20 + 20 + 51),  # and a whole sequence of area 100: the links still
+        (4, [9], 59 + 421 + 160, 59 + 421 + 24),  # of area 324: the last outputs, 20 + 4 as stages are shorter
     ],
 )
 def test_predicted_step_by_hand(heads: int, more: list[int], step: int, overlap: int) -> None:
@@ -264,11 +265,14 @@ def test_predicted_step_by_hand(heads: int, more: list[int], step: int, overlap:
     assert slow.step_over_ideal == (ideal + 3 * (80 if heads == 2 else 160)) / ideal
 
 
-def test_hiding_traffic_never_takes_longer() -> None:
+def test_what_goes_there_and_back_takes_both_times() -> None:
     """One token on rank 1, its row on rank 0: q, k and v (3 rows) go one way, then the output the other."""
     placement = Placement(Sequences.from_ranks([[1], []]), 2, 1, shards([(0, 1, 0, 1)]), shards([(0, 0, 0, 1)]))
-    got = measure(placement.validate(), Cluster(2), CostModel(1, token=1, per_qk_pair=1))
-    assert got.step_over_ideal_overlap <= got.step_over_ideal
+    cost = CostModel(1, token=1, per_qk_pair=1)
+    got = measure(placement.validate(), Cluster(2), cost)
+    row, _ = row_prices(Cluster(2), cost)
+    assert got.step_over_ideal == 1 + 3 * row  # both ways at once
+    assert got.step_over_ideal_overlap == 2 + 4 * row  # one after the other
 
 
 # -- lower bound ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from knapformer.errors import SpecError
 from knapformer.plan import Cluster, CostModel, Links, Placement, Sequences, Shards, make_planner, measure
 from knapformer.plan.metrics import lower_bound, rank_loads
-from knapformer.plan.predict import exposed_traffic, predict
+from knapformer.plan.predict import predict
 
 COST = CostModel(num_heads=4, token=1000, per_qk_pair=10, head_dim=8)
 LINKS = Links(intra_node=16e15, inter_node=2e15, element_bytes=2)  # a row of 16 bytes: 1 tick inside a node, 8 across
@@ -42,34 +42,6 @@ def test_traffic_is_the_larger_direction_over_the_whole_pass() -> None:
     moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
     # rank 0 sends 3 * 40 rows and receives 40; rank 1 the other way round
     assert predict(moved, Cluster(2, 2, LINKS), COST).traffic.tolist() == [120, 120]
-
-
-def test_exposed_traffic() -> None:
-    def exposed(traffic: int, whole: int, split: int, groups: int) -> int:
-        return int(exposed_traffic(*(np.array([x], dtype=np.int64) for x in (traffic, whole, split, groups)))[0])
-
-    assert exposed(100, 100, 0, 1) == 0  # whole work hides it
-    assert exposed(100, 30, 0, 1) == 70
-    assert exposed(100, 0, 1000, 4) == 25  # only the first and the last group's traffic shows
-    assert exposed(1000, 0, 100, 4) == 1000 - 75  # more traffic than there is work
-    assert exposed(100, 10, 1000, 4) == 15
-
-
-def test_overlap_never_exceeds_no_overlap_and_never_beats_compute() -> None:
-    for price in (1, 8):
-        prediction = predict(halves(), Cluster(2, 2 if price == 1 else 1, LINKS), COST)
-        assert int(prediction.compute.max()) <= prediction.step_overlap <= prediction.step
-        assert prediction.step_overlap < prediction.step  # two head groups: half of it shows at most
-
-
-def test_no_more_traffic_is_exposed_than_there_is() -> None:
-    """With nothing to hide behind, both directions one after the other would be more than both at once."""
-    seqs = Sequences.from_ranks([[10], []])
-    whole = Shards.sorted([0], [0], [0], [10])
-    moved = Placement(seqs, 2, 4, whole, Shards.sorted([0], [1], [0], [40]))
-    prediction = predict(moved, Cluster(2, 2, LINKS), CostModel(num_heads=4, token=1, per_qk_pair=0, head_dim=8))
-    assert prediction.traffic.tolist() == [120, 120]
-    assert prediction.exposed.tolist() == [120, 120]
 
 
 def test_speeds() -> None:

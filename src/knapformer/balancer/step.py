@@ -31,7 +31,7 @@ from knapformer.plan import (
     token_exchange,
 )
 from knapformer.plan.placement import per_rank
-from knapformer.plan.predict import predict
+from knapformer.plan.timeline import timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ class RoutingStep:
         here = (rows.rank >= ranks.start) & (rows.rank < ranks.stop)
         if not self.placement.split[rows.seq[here]].any():
             return None
-        num_stages = predict(self.placement, self.cluster, self.cost).num_parts if self.overlap else 1
+        num_stages = timeline(self.placement, self.cluster, self.cost).num_stages if self.overlap else 1
         return SplitTables(self.placement, self.rank, ranks, self.attention_group, self.device, num_stages)
 
     def _move(

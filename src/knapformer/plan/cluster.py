@@ -102,12 +102,13 @@ class Cluster:
         """(world_size,) speed of each rank [per mille]."""
         return column(self.speeds or np.full(self.world_size, NOMINAL_SPEED, dtype=np.int64), "speeds")
 
-    def time(self, load: Int64Array) -> Int64Array:
-        """Time each rank takes for its `load`, given at nominal speed, rounded up [tick]."""
+    def time(self, load: Int64Array, rank: Int64Array | None = None) -> Int64Array:
+        """Time that `rank` (N,) takes for `load` (N,) at nominal speed, rounded up [tick]. Default: one load a rank."""
         if not self.speeds:
             return load
-        whole, rest = np.divmod(load, self.speed)
-        return whole * NOMINAL_SPEED - (-rest * NOMINAL_SPEED) // self.speed
+        speed = self.speed if rank is None else self.speed[rank]
+        whole, rest = np.divmod(load, speed)
+        return whole * NOMINAL_SPEED - (-rest * NOMINAL_SPEED) // speed
 
     def mean_time(self, total_load: int) -> int:
         """Time of `total_load` when it is divided by speed over all ranks, rounded up [tick]."""

@@ -10,16 +10,15 @@ from typing import Any
 from knapformer.plan.arrays import Int64Array, exact_sum
 from knapformer.plan.cluster import NOMINAL_SPEED, Cluster
 from knapformer.plan.cost import TICKS_PER_SECOND, CostModel
-from knapformer.plan.placement import Certificate, Placement
+from knapformer.plan.placement import Placement
 from knapformer.plan.predict import Traffic, attention_traffic, padding_tokens, predict, rank_loads
 from knapformer.plan.sequences import Sequences
+from knapformer.plan.timeline import timeline
 
 __all__ = [
-    "Certificate",
     "Metrics",
     "Traffic",
     "attention_traffic",
-    "certify",
     "imbalance",
     "lower_bound",
     "measure",
@@ -40,7 +39,7 @@ class Metrics:
         split_sequences: number of sequences that are split.
         makespan, lower_bound: per layer, forward [s].
         step_over_ideal: predicted step with no traffic hidden over ideal compute, the mean load (`plan.predict`).
-        step_over_ideal_overlap: the same with traffic hidden behind attention.
+        step_over_ideal_overlap: the same on the timeline, with traffic hidden as the executor does (`plan.timeline`).
         padding_tokens: rows of padding on all ranks together.
     """
 
@@ -88,7 +87,7 @@ def measure(placement: Placement, cluster: Cluster, cost: CostModel, *, token_gr
         makespan=makespan / TICKS_PER_SECOND,
         lower_bound=bound / TICKS_PER_SECOND,
         step_over_ideal=prediction.step_over_ideal,
-        step_over_ideal_overlap=prediction.step_over_ideal_overlap,
+        step_over_ideal_overlap=timeline(placement, cluster, cost, token_grid=token_grid).step_over_ideal,
         padding_tokens=int(padding_tokens(placement, token_grid).sum()),
     )
 
@@ -104,36 +103,12 @@ def lower_bound(sequences: Sequences, cluster: Cluster, cost: CostModel) -> int:
 
     Each sequence's constant is counted once, although a split sequence pays it on every rank that has tokens of it.
     """
-    return max(_bounds(sequences, cluster, cost, exact_sum(cost.work(sequences.length))))
-
-
-def _bounds(sequences: Sequences, cluster: Cluster, cost: CostModel, total_work: int) -> tuple[int, int]:
-    """Mean load and the largest indivisible part on the fastest rank [tick]."""
     if not len(sequences):
-        return 0, 0
+        return 0
     indivisible = max(cost.token + cost.sequence, cost.per_qk_pair * int(sequences.length.max()))
     fastest = max(cluster.speeds, default=NOMINAL_SPEED)
-    return cluster.mean_time(total_work), indivisible * NOMINAL_SPEED // fastest
-
-
-def certify(
-    placement: Placement, cluster: Cluster, cost: CostModel, *, total_work: int, traffic: int, cap: int | None = None
-) -> Certificate:
-    """Certificate of a placement.
-
-    Args:
-        placement: what is certified.
-        cluster, cost: what it was made for.
-        total_work: of all its sequences [tick].
-        traffic: longest traffic time of a rank [tick].
-        cap: token limit of a rank, if there was one.
-    """
-    tokens = placement.tokens()
-    load = cluster.time(cost.load(tokens, placement.area(), placement.num_shards()))
-    mean, indivisible = _bounds(placement.sequences, cluster, cost, total_work)
-    binding = "indivisible" if indivisible > mean else "mean"
-    binding = "memory" if cap is not None and int(tokens.max()) == cap else binding
-    return Certificate(int(load.max()), max(mean, indivisible), binding, traffic)
+    mean = cluster.mean_time(exact_sum(cost.work(sequences.length)))
+    return max(mean, indivisible * NOMINAL_SPEED // fastest)
 
 
 def _share(part: Any, whole: int) -> float:

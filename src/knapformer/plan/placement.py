@@ -16,7 +16,6 @@ whole sequences as one contiguous run and nothing has to be copied out of the wa
 
 import hashlib
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -71,29 +70,6 @@ class Shards:
         return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("seq", "rank", "start", "stop"))
 
 
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """How good a placement is, and what keeps it from being better.
-
-    Attributes:
-        makespan: largest load of a rank [tick].
-        lower_bound: makespan that no placement can beat [tick].
-        binding: what binds: "mean" (all ranks have their share), "indivisible" (one token or row is more than that) or
-            "memory" (a rank is at its token limit).
-        traffic: longest time that split attention's traffic takes on one rank, none of it hidden [tick].
-    """
-
-    makespan: int
-    lower_bound: int
-    binding: str
-    traffic: int
-
-    @property
-    def gap(self) -> float:
-        """makespan / lower_bound - 1."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """All token shards and attention shards of one step, for all ranks.
@@ -105,7 +81,6 @@ class Placement:
         token_shards, attention_shards: the two tables.
         planner: who made it.
         skip_reason: why a planner returned the identity, where it did.
-        certificate: lower bound and what binds, from planners that know it. Not part of the identity or of the JSON.
         split: (S,) whether a sequence has shards on several ranks (derived).
     """
 
@@ -116,7 +91,6 @@ class Placement:
     attention_shards: Shards
     planner: str = ""
     skip_reason: str = ""
-    certificate: Certificate | None = None
     split: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -209,12 +183,6 @@ class Placement:
             rows.seq, rows.rank, rows.start * num_heads // self.num_heads, rows.stop * num_heads // self.num_heads
         )
         return replace(self, num_heads=num_heads, attention_shards=scaled)
-
-    def certified(self, certificate: Certificate) -> Self:
-        """The same placement with its certificate."""
-        placement = copy(self)  # `replace` would derive `split` again
-        object.__setattr__(placement, "certificate", certificate)
-        return placement
 
     # -- what one rank holds --------------------------------------------------------------------------------------
 

@@ -1,11 +1,12 @@
-"""Many small sequences: leave nearly all at home and level the ranks by moving a few.
+"""Many small sequences: leave nearly all where they are and level the ranks by moving a few.
 
-Ranks whose loaders drew from one distribution differ by little, a few sequences' worth. A sequence moved from a rank
-with too much to one with too little is best if it makes one of them exact, or both; so the moves that do are made
-first, and exchanges of two sequences are the last resort, as they move most for what they level. Then what has moved
-changes places with sequences of nearly its length, which levels nodes and ranks further without moving more. The rest,
-at most about 1 part in `TOLERANCE` of a rank's load, is levelled inside each node with slices of tokens (tens of them)
-whose attention rows stay where the sequence is; how far is a matter of what they save and of their traffic.
+Ranks whose loaders drew from one distribution differ by little, a few sequences' worth.
+
+1. Moves of one sequence, from a rank with too much to one with too little, that make one of them exact, or both.
+2. Where there is none, an exchange of two sequences, which moves most for what it levels.
+3. What has moved changes places with sequences of nearly its length, which levels without moving more.
+4. The rest, at most about 1/TOLERANCE of a rank's load, is levelled inside each node with slices of tokens, tens of
+   them, whose attention rows stay where the sequence is.
 """
 
 import numpy as np
@@ -14,8 +15,7 @@ from knapformer.plan.arrays import Int64Array
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
 from knapformer.plan.placement import Placement, Shards
-from knapformer.plan.planners.balanced.fill import fill
-from knapformer.plan.predict import row_prices
+from knapformer.plan.planners.balanced.ranks import apportion, fill
 from knapformer.plan.sequences import Sequences
 
 MOST_RANKS = 64
@@ -25,7 +25,7 @@ SMALL = 8
 """Every sequence must be smaller than the mean load by this factor."""
 
 TOLERANCE = 600
-"""Ranks are level by whole sequences when within 1 part in this many."""
+"""Ranks are level by whole sequences when within 1/TOLERANCE of the mean load."""
 
 PARTNERS = 6
 """Ranks with least load that are considered for an exchange."""
@@ -35,9 +35,12 @@ SWAPS = 8
 
 _NEVER = 1 << 62
 
+Moves = list[tuple[int, int]]
+"""Sequences and the ranks they go to."""
+
 
 def few_moves(sequences: Sequences, cluster: Cluster, cost: CostModel, work: Int64Array, name: str) -> Placement | None:
-    """A placement that leaves most sequences at home; None where moves alone do not get all ranks level."""
+    """A placement that leaves most sequences on their home rank; None where moves alone do not get all ranks level."""
     world_size, home = cluster.world_size, sequences.home
     mean = int(work.sum()) // world_size
     if world_size > MOST_RANKS or cluster.speeds or int(work.max()) * SMALL > mean:
@@ -60,9 +63,7 @@ def few_moves(sequences: Sequences, cluster: Cluster, cost: CostModel, work: Int
     return None
 
 
-def _finishing_move(
-    work: Int64Array, rank: Int64Array, excess: Int64Array, tolerance: int
-) -> list[tuple[int, int]] | None:
+def _finishing_move(work: Int64Array, rank: Int64Array, excess: Int64Array, tolerance: int) -> Moves | None:
     """One sequence from a rank with too much to one with too little, such that one of them, or both, are done."""
     low = np.flatnonzero(excess < -tolerance)
     items = np.flatnonzero(excess[rank] > tolerance)
@@ -77,11 +78,9 @@ def _finishing_move(
         return [(int(items[i]), int(low[j]))]
     useful = (left_done & (np.abs(missing) <= -excess[low])) | (low_done & (np.abs(left) <= surplus[:, None]))
     i, j = np.nonzero(useful)
-    if len(i):
-        other = np.where(left_done[i, 0], missing[i, j], left[i, 0])
-        score = np.abs(other) // 20 + _distance(-excess[np.abs(excess) > tolerance], other)
-        score += np.where(np.abs(other) < work.min(), 100 * tolerance, 0)
-        best = int(score.argmin())
+    if len(i):  # the other rank should be left with little, but not with less than any sequence could mend
+        other = np.abs(np.where(left_done[i, 0], missing[i, j], left[i, 0]))
+        best = int((other + np.where(other < work.min(), _NEVER, 0)).argmin())
         return [(int(items[i[best]]), int(low[j[best]]))]
     most = int(excess.argmax())
     mine = np.flatnonzero(rank == most)
@@ -92,17 +91,7 @@ def _finishing_move(
     return [(int(mine[i]), int(low[j]))] if gain.ravel()[best] < 0 else None
 
 
-def _distance(wanted: Int64Array, values: Int64Array) -> Int64Array:
-    """How far each value is from the nearest wanted one."""
-    wanted = np.sort(wanted)
-    at = np.searchsorted(wanted, values)
-    above, below = wanted[np.minimum(at, len(wanted) - 1)], wanted[np.maximum(at - 1, 0)]
-    return np.minimum(np.abs(above - values), np.abs(below - values))
-
-
-def _best_exchange(
-    work: Int64Array, rank: Int64Array, excess: Int64Array, tolerance: int
-) -> list[tuple[int, int]] | None:
+def _best_exchange(work: Int64Array, rank: Int64Array, excess: Int64Array, tolerance: int) -> Moves | None:
     """Two sequences change places between the rank with most and another, which must get less than that rank had."""
     most = int(excess.argmax())
     partner = excess <= np.sort(excess)[min(PARTNERS, len(excess) - 1)]
@@ -129,17 +118,18 @@ def _swap_moved(
 
     A sequence that has moved changes places with one that stays at its home, or with another that has moved.
     """
-    node, sizes = cluster.node_of, np.array(cluster.node_sizes)
-    first, shift = np.cumsum(sizes) - sizes, max(0, tolerance.bit_length() - 18)  # squares fit 64 bits
-    moved, scaled = (rank != home).nonzero()[0], work >> shift
-    for _ in range(SWAPS if len(moved) else 0):
+    node = cluster.node_of
+    first, shift = node.searchsorted(np.arange(cluster.num_nodes)), max(0, tolerance.bit_length() - 18)
+    scaled = work >> shift  # so that squares fit 64 bits
+    for _ in range(SWAPS):
         away = rank != home
         moved = away.nonzero()[0]
-        j, i = (away | (rank == home[moved][:, None])).nonzero()
-        out, back = i, moved[j]
+        if not len(moved):
+            return
+        j, out = (away | (rank == home[moved][:, None])).nonzero()
+        back = moved[j]
         source, target = rank[out], rank[back]
-        more = scaled[out] - scaled[back]
-        load = excess >> shift
+        more, load = scaled[out] - scaled[back], excess >> shift
         level = np.add.reduceat(load, first)
         change = more * (more + load[target] - load[source])
         across = node[source] != node[target]
@@ -157,54 +147,24 @@ def _with_slices(
     sequences: Sequences, cluster: Cluster, cost: CostModel, rank: Int64Array, excess: Int64Array, name: str
 ) -> Placement:
     """Level each node with slices off the end of one sequence of every rank that has too much."""
-    seq, start = np.arange(len(rank)), np.zeros_like(rank)
-    length, num_heads = sequences.length, cost.num_heads
-    rows = Shards(seq, rank, start, length * num_heads)
-    sizes = np.array(cluster.node_sizes)
-    first = np.cumsum(sizes) - sizes
-    give, take = _slices(excess, first, cluster, cost)
-    longest = np.full(cluster.world_size, -1, dtype=np.int64)
+    node, length = cluster.node_of, sequences.length
+    first = node.searchsorted(np.arange(cluster.num_nodes))
+    over = (excess - (np.add.reduceat(excess, first) // cluster.node_sizes)[node]) // max(cost.token, 1)
+    longest = np.full(cluster.world_size, -1)
     by_length = np.argsort(length, kind="stable")
     longest[rank[by_length]] = by_length
-    give = np.where(longest >= 0, np.minimum(give, length[longest] - 1), 0)
-    given, taken = np.add.reduceat(give, first), np.add.reduceat(take, first)
-    both = np.minimum(given, taken)
-    give, take = (_first_of(amount, both, first, cluster.node_of) for amount in (give, take))
-    parts = fill(give, take)
-    cut = longest[parts.item]
-    base = length[cut] - give[parts.item] + parts.start
+    give = np.where(longest >= 0, np.minimum(np.maximum(over, 0), length[longest] - 1), 0)
+    take = apportion(np.add.reduceat(give, first), np.maximum(-over, 1), node)
+    cuts = fill(give, take)
+    seq, start, cut = np.arange(len(rank)), np.zeros_like(rank), longest[cuts.item]
     stop = length.copy()
-    givers = np.flatnonzero(give)
-    stop[longest[givers]] -= give[givers]
-    table = Shards.sorted(
+    np.subtract.at(stop, longest[longest >= 0], give[longest >= 0])
+    begin = stop[cut] + cuts.start
+    tokens = Shards.sorted(
         np.concatenate((seq, cut)),
-        np.concatenate((rank, parts.bin)),
-        np.concatenate((start, base)),
-        np.concatenate((stop, base + parts.num)),
+        np.concatenate((rank, cuts.place)),
+        np.concatenate((start, begin)),
+        np.concatenate((stop, begin + cuts.num)),
     )
-    return Placement(sequences, cluster.world_size, num_heads, table, rows, name)
-
-
-def _slices(excess: Int64Array, first: Int64Array, cluster: Cluster, cost: CostModel) -> tuple[Int64Array, Int64Array]:
-    """Tokens that each rank gives and takes so that load and traffic of all givers and takers in a node are equal.
-
-    A token that moves is 3 H rows of traffic for both ranks: q, k, v go back to where its sequence is.
-    """
-    token = max(cost.token, 1)
-    traffic = min(3 * cost.num_heads * row_prices(cluster, cost)[0], token // 2)
-    low, high = (bound.reduceat(excess, first) for bound in (np.minimum, np.maximum))
-    for _ in range(24):
-        middle = (low + high) // 2
-        over = excess - middle[cluster.node_of]
-        give, take = np.maximum(over, 0) // (token - traffic), np.maximum(-over, 0) // (token + traffic)
-        fits = np.add.reduceat(give, first) <= np.add.reduceat(take, first)
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    over = excess - high[cluster.node_of]
-    return np.maximum(over, 0) // (token - traffic), np.maximum(-over, 0) // (token + traffic)
-
-
-def _first_of(amount: Int64Array, most: Int64Array, first: Int64Array, node: Int64Array) -> Int64Array:
-    """`amount` (W,), reduced from the last rank on so that each node's sum is at most `most` (N,)."""
-    after = np.cumsum(amount)
-    after -= (after - amount)[first][node]
-    return np.maximum(np.minimum(amount, most[node] - (after - amount)), 0)
+    rows = Shards(seq, rank, start, length * cost.num_heads)
+    return Placement(sequences, cluster.world_size, cost.num_heads, tokens, rows, name)
