@@ -1,10 +1,15 @@
-"""Split attention in parts: the same results as in one, forward and backward, with an all-to-all for each part."""
+"""Split attention in stages: the same results as in one, forward and backward, in the order of the timeline."""
+
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from knapformer import Cluster, CostModel, Links, SequenceBalancer
+from knapformer.attention.kernels import sdpa_loop
+from knapformer.comm import Transfer
+from knapformer.plan.timeline import order, timeline
 from tests.planners import OneSidedPlanner, RandomPlanner
 from tests.ranks import run_ranks
 
@@ -65,3 +70,46 @@ def test_stages_are_used_where_they_gain_something():
     assert run_ranks(2, chosen_stages, 300e9, True) == [4, 4]  # nothing but the sequence itself to hide behind
     assert run_ranks(2, chosen_stages, 1e18, True) == [1, 1]  # no traffic to speak of
     assert run_ranks(2, chosen_stages, 300e9, False) == [1, 1]
+
+
+def order_of_work(rank, world_size):
+    """What `attend` does, in order, as actions of the timeline; and the timeline's order and first run."""
+    done = []
+    cluster = Cluster(world_size, links=Links(30e9, 30e9))
+    balancer = SequenceBalancer(cost=CostModel.from_shapes(24, HEADS), cluster=cluster)
+    lens = [[900, 30, 20, 10], [25, 40]][rank]
+    step = balancer.plan_routing(lens)
+    tables = step.split_attention
+    tables.num_stages = 2
+    split, (first, second) = tables.for_heads(HEADS), step.layout._whole
+    names = {id(first): ("first", -1), id(second): ("second", -1)}
+    names |= {id(segments): ("split", stage) for stage, segments in enumerate(split.segments)}
+
+    def noting_kernel(q, k, v, segments, scale=None):
+        done.append(("compute", *names[id(segments)]))
+        return sdpa_loop(q, k, v, segments, scale)
+
+    def noting_post(transfer, layout, stage, *args):
+        what = "qkv" if transfer._table is split.qkv else "out"
+        done.append(("start", what, stage))
+        return post(transfer, layout, stage, *args)
+
+    def noting_arrive(transfer, stage):
+        done.append(("wait", "qkv" if transfer._table is split.qkv else "out", stage))
+        return arrive(transfer, stage)
+
+    post, arrive = Transfer._post, Transfer._arrive
+    q = torch.randn(step.layout.num_tokens, HEADS, 4)
+    with (
+        mock.patch.object(Transfer, "_post", noting_post),
+        mock.patch.object(Transfer, "_arrive", noting_arrive),
+        mock.patch("knapformer.attention.layout.choose_kernel", lambda *_, **__: noting_kernel),
+    ):
+        step.layout.attend(q, q, q)
+    planned = [tuple(action) for action in order(2) if action.what not in ("before", "after")]
+    plan = timeline(step.placement, cluster, step.cost)
+    return done == planned, len(first) == plan.work.num_first[rank], step.layout.num_whole_tokens > 0
+
+
+def test_attention_works_in_the_order_of_the_timeline():
+    assert run_ranks(2, order_of_work) == [(True, True, True)] * 2

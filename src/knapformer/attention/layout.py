@@ -42,7 +42,7 @@ class Layout:
         position: (T,) offset of each packed token in its sequence.
         text_lens: (S,) leading text tokens of each local sequence.
         text_index, image_index: packed positions of text and of visual tokens.
-        whole: segments of the whole sequences, the first packed tokens, in two halves: attention of the first hides the
+        whole: segments of the whole sequences, the first packed tokens, in two runs: attention of the first hides the
             sending of q, k, v of split sequences, the second the return of their outputs.
         kernel: name of the attention kernel, None for the device's default.
         split_attention: exchanges of this rank's split attention; None if no sequence of its group is split.
@@ -112,9 +112,7 @@ class Layout:
             is_token = np.ones(len(position), dtype=bool)
             is_token[first : first + num_padding] = False
         is_text = (position < np.repeat(text_lens, num_tokens)) & is_token
-        area = np.cumsum(whole * whole)
-        # q, k and v are three times the traffic of the outputs, so they get three quarters to hide behind.
-        cut = int(np.searchsorted(area, area[-1] * 3 // 4)) + 1 if split_attention and len(whole) else len(whole)
+        cut = len(whole) if split_attention is None else split_attention.num_first
 
         def tensor(values: np.ndarray) -> Tensor:
             if not len(values):  # NumPy's empty arrays have strides of 0, for which torch.compile would compile anew
@@ -234,6 +232,7 @@ class Layout:
         return attend_kept(lambda q, k, v: self._attend(q, k, v, scale), q_THK, k_THK, v_THK)
 
     def _attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, scale: float | None) -> Tensor:
+        """In the order of `knapformer.plan.timeline`, which also says where the runs of whole sequences are cut."""
         kernel = choose_kernel(self._kernel, q_THK.device, q_THK.dtype, head_dim=q_THK.shape[2])
         first, second = self._whole
         if self._split_attention is None:

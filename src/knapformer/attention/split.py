@@ -95,6 +95,7 @@ class SplitTables:
         group: their process group.
         device: of the index tensors.
         num_stages: all-to-alls to make of each exchange.
+        num_first: whole sequences to attend to before split attention, on this rank; the others follow it.
     """
 
     def __init__(
@@ -104,10 +105,13 @@ class SplitTables:
         ranks: range,
         group: RankGroup,
         device: torch.device,
+        *,
         num_stages: int,
+        num_first: int,
     ) -> None:
         self._placement, self._rank, self._ranks = placement, rank, ranks
-        self._group, self._device, self.num_stages = group, device, num_stages
+        self._group, self._device = group, device
+        self.num_stages, self.num_first = num_stages, num_first
         self._made: dict[tuple[int, int], SplitAttention] = {}
 
     def for_heads(self, num_heads: int, *, num_stages: int | None = None) -> SplitAttention:

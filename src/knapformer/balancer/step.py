@@ -204,8 +204,18 @@ class RoutingStep:
         here = (rows.rank >= ranks.start) & (rows.rank < ranks.stop)
         if not self.placement.split[rows.seq[here]].any():
             return None
-        num_stages = timeline(self.placement, self.cluster, self.cost).num_stages if self.overlap else 1
-        return SplitTables(self.placement, self.rank, ranks, self.attention_group, self.device, num_stages)
+        plan = timeline(self.placement, self.cluster, self.cost, token_grid=self.token_grid)
+        num_stages = plan.num_stages if self.overlap else 1
+        num_first = int(plan.work.num_first[self.rank])
+        return SplitTables(
+            self.placement,
+            self.rank,
+            ranks,
+            self.attention_group,
+            self.device,
+            num_stages=num_stages,
+            num_first=num_first,
+        )
 
     def _move(
         self, verb: str, tensors: list[Tensor], table: DeviceExchange, rows_of: Callable[[int], np.ndarray]
