@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from knapformer import PackedBatch
+from knapformer.balancer import LossMode
 from knapformer.data import MediaOptions, build_demo, sample_grid
 from knapformer.data.grid import token_pixels
 from knapformer.data.media import load_item
-from knapformer.train import LossMode, loss_weights
 from knapformer.train.flow import draw_noise, interpolate
 
 OPTIONS = MediaOptions(patch=8, max_pixels=2304, fps=8, max_frames=12)
@@ -46,7 +46,7 @@ def add_noise(batch: PackedBatch, epoch: int, mode: LossMode = "token") -> Packe
         noisy.append(x_t)
         targets.append(target)
         times.append(time)
-    weight = loss_weights(batch.seq_lens, batch.tokens["pixels"], mode)
-    tokens = {"x": torch.cat(noisy), "target": torch.cat(targets), "weight": weight}
-    vectors = {"time": torch.tensor(times, dtype=weight.dtype), "grid": batch.vectors["grid"]}
-    return PackedBatch(tokens, vectors, seq_lens=batch.seq_lens).to(weight.device)
+    tokens = {"x": torch.cat(noisy), "target": torch.cat(targets), "pixels": batch.tokens["pixels"]}
+    vectors = {"time": torch.tensor(times, dtype=torch.float32), "grid": batch.vectors["grid"]}
+    noised = PackedBatch(tokens, vectors, seq_lens=batch.seq_lens).to(tokens["x"].device)
+    return noised.weighted(mode).replace(pixels=None)

@@ -53,13 +53,13 @@ def train(folder: Path, *, balanced: bool = True, epochs: int = 1) -> list[float
             here = batch.route(balancer.plan_routing(**batch.lengths))  # +
             error = (model(here) - here.tokens["target"]).square().mean(dim=1)  # ~
             loss = (error * here.tokens["weight"]).sum()  # ~
-            (loss * world_size).backward()  # ~ FSDP averages over ranks
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             sampler.advance()  # + sampler.state_dict() is what a checkpoint saves
             total = loss.detach().clone()
             dist.all_reduce(total)
-            losses.append(float(total))
+            losses.append(float(total) / world_size)
     return losses
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from knapformer import CostModel, PackedBatch, SequenceBalancer
-from knapformer.train import loss_weights
 
 
 class Block(nn.Module):
@@ -65,18 +64,17 @@ def main() -> None:
 
     balancer = SequenceBalancer(cost=CostModel.from_shapes(64, 4))
     batch = PackedBatch.join(samples, like=model.example(1, generator))
-    batch = batch.replace(weight=loss_weights(batch.seq_lens, batch.tokens["pixels"], "sample"))
     step = balancer.plan_routing(**batch.lengths)
-    here = batch.route(step)
+    here = batch.weighted("sample").route(step)
     error = (model(here) - here.tokens["target"]).square().mean(dim=1)
     loss = (error * here.tokens["weight"]).sum()
-    loss.backward()  # its sum over ranks is the gradient of the whole batch
+    loss.backward()  # its mean over ranks is the gradient of the whole batch
 
     total = loss.detach().clone()
     dist.all_reduce(total)
     if rank == 0:
-        loads = step.metrics.time_imbalance
-        print(f"loss {float(total):.6f}, tokens {step.placement.tokens().tolist()}, imbalance {loads:.3f}")
+        value, loads = float(total) / dist.get_world_size(), step.metrics.time_imbalance
+        print(f"loss {value:.6f}, tokens {step.placement.tokens().tolist()}, imbalance {loads:.3f}")
     dist.destroy_process_group()
 
 

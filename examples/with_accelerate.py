@@ -53,11 +53,11 @@ def train(folder: Path, *, balanced: bool = True, epochs: int = 1, cpu: bool = T
             here = batch.route(balancer.plan_routing(**batch.lengths))  # +
             error = (model(here) - here.tokens["target"]).square().mean(dim=1)  # ~
             loss = (error * here.tokens["weight"]).sum()  # ~
-            accelerator.backward(loss * world_size)  # ~ DDP averages over ranks
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
             sampler.advance()  # +
-            losses.append(float(accelerator.reduce(loss.detach(), "sum")))
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
     return losses
 
 

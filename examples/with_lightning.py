@@ -57,8 +57,8 @@ class BalancedDiT(lightning.LightningModule):
         loss = (error * here.tokens["weight"]).sum()  # ~
         total = loss.detach().clone()
         dist.all_reduce(total)
-        self.losses.append(float(total))
-        return loss * self.trainer.world_size  # ~ DDP averages over ranks
+        self.losses.append(float(total) / self.trainer.world_size)
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
         self.sampler.advance()  # +

@@ -64,7 +64,9 @@ def test_a_routed_batch_holds_the_same_rows(planner):
 
 def test_replace_and_local():
     batch = sample(1).replace(weight=torch.ones(5), id=None)
-    assert set(batch.tokens) == {"x", "weight"} and batch.layout is None
+    assert set(batch.tokens) == {"x", "weight"}
+    with pytest.raises(DataError, match=r"still at home and has no layout; call batch.route\(step\)"):
+        _ = batch.layout
     here = batch.local()
     assert here.layout.text_index.tolist() == [0, 1] and here.layout.num_context_rows == 3
     assert here.to("cpu").layout is here.layout

@@ -3,8 +3,9 @@
     sample = PackedBatch(tokens={"x": x, "target": y}, vectors={"time": time})     one sequence
     batch = PackedBatch.join(samples, like=sample)              this rank's, perhaps none; a collate function
     step = balancer.plan_routing(**batch.lengths)               collective
-    here = batch.route(step)                                    collective
-    out = model(here.tokens["x"], here.vectors["time"], here.layout)
+    here = batch.weighted("sample").route(step)                 collective
+    error = (model(here) - here.tokens["target"]).square().mean(dim=1)
+    (error * here.tokens["weight"]).sum().backward()            the gradient of the whole batch, under DDP or FSDP
 
 Three kinds of tensors, by what a row stands for: a token, a sequence, or a row of context that the tokens of a sequence
 cross-attend to. All travel bit-exact, whatever their dtype. Models written by hand need no more than this.
@@ -14,9 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from knapformer.attention import Layout
+from knapformer.balancer.loss import LossMode, loss_weights, visual_tokens
 from knapformer.balancer.step import RoutingStep
 from knapformer.errors import DataError
 
@@ -35,9 +38,6 @@ class PackedBatch:
         text_lens: leading text tokens of each sequence; default none.
         context_lens: context rows of each sequence; default: those there are, for one sequence, else none.
 
-    Attributes:
-        layout: of routed tensors; None at home.
-
     Raises:
         DataError: for tensors whose rows do not fit the lengths.
     """
@@ -53,7 +53,7 @@ class PackedBatch:
         context_lens: Iterable[int] | None = None,
     ) -> None:
         self.tokens, self.vectors, self.context = dict(tokens), dict(vectors or {}), dict(context or {})
-        self.layout: Layout | None = None
+        self._layout: Layout | None = None
         rows, beside = (max(map(len, kind.values()), default=0) for kind in (self.tokens, self.context))
         self.seq_lens = [rows] if seq_lens is None else list(seq_lens)
         none = [0] * len(self.seq_lens)
@@ -68,7 +68,7 @@ class PackedBatch:
             raise DataError("a batch needs tensors of tokens, and one text and context length for each sequence")
 
     @classmethod
-    def join(cls, batches: Sequence["PackedBatch"], *, like: "PackedBatch") -> "PackedBatch":
+    def join(cls, batches: Sequence["PackedBatch"], *, like: "PackedBatch") -> Self:
         """All sequences of the batches, in order. `like` is any batch of this kind: it shapes the join of none.
 
         `functools.partial(PackedBatch.join, like=sample)` is a collate function.
@@ -89,16 +89,58 @@ class PackedBatch:
         """Arguments of `plan_routing`."""
         return {name: getattr(self, name) for name in _LENGTHS}
 
+    @property
+    def layout(self) -> Layout:
+        """Whose and where the rows here are, and attention. Raises `DataError` before `route` or `local`."""
+        if self._layout is None:
+            raise DataError("this batch is still at home and has no layout; call batch.route(step) or batch.local()")
+        return self._layout
+
+    def visual(self, name: str) -> Tensor:
+        """(T_img, ...) the rows of the visual tokens here, in the order of `layout.image_index`, of a routed batch."""
+        if name not in self.tokens:
+            raise DataError(f"this batch has no tokens {name!r}; it has {', '.join(self.tokens)}")
+        return self.tokens[name].index_select(0, self.layout.image_index)
+
     def replace(self, **tokens: Tensor | None) -> Self:
         """The same batch with these tensors of tokens instead, or besides; without those that are None."""
         kept = {name: tensor for name, tensor in {**self.tokens, **tokens}.items() if tensor is not None}
-        return self._like((kept, self.vectors, self.context), self.layout)
+        return self._like((kept, self.vectors, self.context), self._layout)
+
+    def weighted(
+        self, mode: LossMode = "token", *, averaged: bool = True, group: dist.ProcessGroup | None = None
+    ) -> Self:
+        """The same batch with tokens `weight`, (T,) fp32: what each counts in the loss. Call it before `route`.
+
+        The loss of a rank is then the sum of weight * error over the tokens it was given. Tokens carry loss where
+        tokens `pixels` are above 0, or where tokens `loss_mask` are set; in a batch without either, all but text do.
+        Collective over `group`.
+
+        Args:
+            mode: what counts the same: each "token", each "sample", or each "pixel"; see `knapformer.balancer.loss`.
+            averaged: whether the trainer averages gradients over the ranks of `group`, as DDP and FSDP do. The batch's
+                loss is the mean of the ranks' losses then; otherwise, where gradients are added, it is their sum.
+            group: ranks that hold the batch; default all.
+
+        Raises:
+            DataError: the mode is "pixel", and the batch has no tokens `pixels`.
+            SpecError: for an unknown mode.
+        """
+        pixels, mask = self.tokens.get("pixels"), self.tokens.get("loss_mask")
+        if pixels is None:
+            if mode == "pixel":
+                raise DataError("loss mode 'pixel' needs tokens 'pixels': how many pixels each token stands for")
+            device = next(iter(self.tokens.values())).device
+            pixels = visual_tokens(self.seq_lens, self.text_lens, device) if mask is None else mask
+        weight = loss_weights(self.seq_lens, pixels, mode, group=group)
+        ranks = dist.get_world_size(group) if averaged and dist.is_initialized() else 1
+        return self.replace(weight=weight * ranks)
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch on a device."""
         kinds = (self.tokens, self.vectors, self.context)
         return self._like(
-            [{n: t.to(device, non_blocking=True) for n, t in kind.items()} for kind in kinds], self.layout
+            [{n: t.to(device, non_blocking=True) for n, t in kind.items()} for kind in kinds], self._layout
         )
 
     def route(self, step: RoutingStep) -> Self:
@@ -121,7 +163,7 @@ class PackedBatch:
         """Other tensors of the same sequences; the lengths stay those of whole sequences at home."""
         other = object.__new__(type(self))
         other.tokens, other.vectors, other.context = kinds
-        other.layout = layout
+        other._layout = layout
         for name in _LENGTHS:
             setattr(other, name, getattr(self, name))
         return other

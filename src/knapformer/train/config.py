@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from knapformer.balancer import LossMode
 from knapformer.data import LoaderGroup, MediaOptions, shipped_profiles
 from knapformer.errors import SpecError
 from knapformer.models import CrossDiTConfig, MMDiTConfig
-from knapformer.train.loss import LossMode
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

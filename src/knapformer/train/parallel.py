@@ -1,7 +1,6 @@
 """FSDP2 wiring: shard every block and the rest, checkpoint activations, pick the precision the device has.
 
-Ranks hold different numbers of tokens, some none. So every rank runs every module (on zero rows if need be), gradients
-are averaged over ranks as FSDP does, and the loss is scaled by the number of ranks to make that average the sum.
+Ranks hold different numbers of tokens, some none. So every rank runs every module (on zero rows if need be).
 """
 
 from collections.abc import Callable

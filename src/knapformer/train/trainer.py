@@ -163,7 +163,7 @@ class Trainer:
         batch, step = take()
         batch = batch.to(self.device)
         loss = flow_loss(self.model, step, batch, self.text_table, mode=config.train.loss)
-        (loss * self._world.size).backward()  # FSDP averages over ranks; the batch's loss is the sum
+        loss.backward()
         if config.optim.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.clip_norm)
         self.optimizer.step()
@@ -178,7 +178,7 @@ class Trainer:
         self._meter.add(tokens=measured[:, 5], area=measured[:, 6], busy=measured[:, 1])
         seconds, metrics = measured[:, :4] / 1e9, step.metrics
         return StepReport(
-            loss=float(total),
+            loss=float(total) / self._world.size,
             seconds=float(seconds[:, 0].max()),
             busy_seconds=seconds[:, 1].tolist() if self.device.type == "cpu" else [],
             tokens=int(measured[:, 4].sum()),

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from knapformer.integrations.diffusers import Sample, adapt, family_of
+from knapformer.integrations.diffusers import ModelSample, adapt, family_of
 from knapformer.integrations.diffusers.patches import grid_positions
 
 HEADS, HEAD_DIM = 3, 16
@@ -38,10 +38,10 @@ class Case:
 
     model_class: str
     config: dict[str, Any]
-    alone: Callable[[Any, Sample], Tensor]
+    alone: Callable[[Any, ModelSample], Tensor]
     grids: list[tuple[int, int, int]] = field(default_factory=lambda: CLIPS)
     texts: list[int] = field(default_factory=lambda: TEXTS)
-    own: Callable[[Any, int, Sample], dict[str, Any]] = lambda model, index, sample: {}
+    own: Callable[[Any, int, ModelSample], dict[str, Any]] = lambda model, index, sample: {}
     idle: tuple[str, ...] = ()
 
     def build(self, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
@@ -58,7 +58,7 @@ class Case:
             parameter.data.copy_(values)
         return adapt(model.to(dtype))
 
-    def samples(self, model: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Sample]:
+    def samples(self, model: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[ModelSample]:
         """Five samples, or as many as there are grids. Their targets are the weights of their outputs in `loss`."""
         family = family_of(model)
         widths, patch = family.widths(model), family.patch(model)
@@ -78,7 +78,7 @@ class Case:
                 latent = family.latent(normal(channels, *sizes))
             # A thousand times these are exact in bf16, to which diffusers rounds the times of some models.
             time = torch.tensor(2.0 ** -(1 + index % 4), dtype=dtype)
-            sample = Sample(
+            sample = ModelSample(
                 latent,
                 normal(rows, widths.text - flags),
                 time,
@@ -113,7 +113,7 @@ def exact() -> Iterator[None]:
         yield
 
 
-def _flux(model: Any, sample: Sample) -> Tensor:
+def _flux(model: Any, sample: ModelSample) -> Tensor:
     guidance = {} if sample.guidance is None else {"guidance": sample.guidance[None]}
     return model(
         hidden_states=sample.latent[None],
@@ -126,7 +126,7 @@ def _flux(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _flux2(model: Any, sample: Sample) -> Tensor:
+def _flux2(model: Any, sample: ModelSample) -> Tensor:
     zero = torch.zeros(1, dtype=torch.int64)
     image = [torch.arange(size) for size in sample.grid]
     return model(
@@ -139,7 +139,7 @@ def _flux2(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _sd3(model: Any, sample: Sample) -> Tensor:
+def _sd3(model: Any, sample: ModelSample) -> Tensor:
     return model(
         hidden_states=sample.latent[None],
         encoder_hidden_states=sample.text[None],
@@ -148,7 +148,7 @@ def _sd3(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _qwen(model: Any, sample: Sample) -> Tensor:
+def _qwen(model: Any, sample: ModelSample) -> Tensor:
     shapes = [sample.grid] if sample.clean is None else _qwen_shapes(sample)
     mask = None if sample.text_mask is None else sample.text_mask[None]
     return model(
@@ -160,12 +160,12 @@ def _qwen(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _qwen_shapes(sample: Sample) -> list[tuple[int, int, int]]:
+def _qwen_shapes(sample: ModelSample) -> list[tuple[int, int, int]]:
     """The image, and the reference image of two tokens behind it."""
     return [(1, 1, len(sample.latent) - 2), (1, 1, 2)]
 
 
-def _qwen_edit(model: Any, index: int, sample: Sample) -> dict[str, Any]:
+def _qwen_edit(model: Any, index: int, sample: ModelSample) -> dict[str, Any]:
     """Two reference tokens more, of a second image: frame 1, and text after the longer side of either."""
     extra = torch.randn(2, sample.latent.shape[1], generator=torch.Generator().manual_seed(index), dtype=torch.float64)
     columns = len(sample.latent)
@@ -183,7 +183,7 @@ def _qwen_edit(model: Any, index: int, sample: Sample) -> dict[str, Any]:
     }
 
 
-def _hunyuan(model: Any, sample: Sample) -> Tensor:
+def _hunyuan(model: Any, sample: ModelSample) -> Tensor:
     mask = torch.ones(len(sample.text), dtype=torch.bool) if sample.text_mask is None else sample.text_mask
     return model(
         hidden_states=sample.latent[None],
@@ -195,7 +195,7 @@ def _hunyuan(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _cogvideox(model: Any, sample: Sample) -> Tensor:
+def _cogvideox(model: Any, sample: ModelSample) -> Tensor:
     rotation = None
     if model.config.use_rotary_positional_embeddings:
         from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -219,14 +219,14 @@ def _cogvideox(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _wan(model: Any, sample: Sample) -> Tensor:
+def _wan(model: Any, sample: ModelSample) -> Tensor:
     time = sample.timestep[None]
     if sample.clean is not None:
         time = torch.where(sample.clean, 0, sample.timestep)[None]
     return model(hidden_states=sample.latent[None], timestep=time, encoder_hidden_states=sample.text[None]).sample[0]
 
 
-def _ltx(model: Any, sample: Sample) -> Tensor:
+def _ltx(model: Any, sample: ModelSample) -> Tensor:
     time = sample.timestep[None]
     if sample.clean is not None:
         time = torch.where(sample.clean, 0, sample.timestep)[None]
@@ -244,12 +244,12 @@ def _ltx(model: Any, sample: Sample) -> Tensor:
     ).sample[0]
 
 
-def _first_frame(model: Any, index: int, sample: Sample) -> dict[str, Any]:
+def _first_frame(model: Any, index: int, sample: ModelSample) -> dict[str, Any]:
     frames, rows, columns = sample.grid
     return {"clean": torch.arange(frames * rows * columns) < (rows * columns if index % 2 else 0)}
 
 
-def _z_image(model: Any, sample: Sample) -> Tensor:
+def _z_image(model: Any, sample: ModelSample) -> Tensor:
     return model([sample.latent], sample.timestep[None], [sample.text]).sample[0]
 
 

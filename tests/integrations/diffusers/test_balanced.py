@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from knapformer import CostModel, SequenceBalancer
 from knapformer.integrations.diffusers import pack
 from tests.integrations.diffusers.families import CASES, exact, loss
 from tests.planners import OneSidedPlanner
 from tests.ranks import _PRELOAD, run_ranks
+from tests.replicate import replicate
 
 # Imported once by the server that forks the ranks, instead of by each: on a busy machine, ranks would wait for each
 # other longer than the process group allows.
@@ -62,21 +62,12 @@ def shard(model, *, half=False):
     return model
 
 
-def replicate(model):
-    """Under DDP. Its logger crashes on the harness's group, which torch wraps to check every collective."""
-    level = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.OFF)
-    group = dist.new_group()
-    dist.set_debug_level(level)
-    return DistributedDataParallel(model, process_group=group)
-
-
 def run(model, samples, balancer, wrong):
     batch = pack(model, samples, targets=True)
     step = balancer.plan_routing(**batch.lengths)
     inputs = batch.route(step)
     if wrong:
-        inputs.timestep = inputs.timestep.flip(0)
+        inputs.vectors["timestep"] = inputs.timestep.flip(0)
     rows = model(inputs)
     balancer.plan_routing([1])  # the next batch is planned before this one's backward
     loss([rows], [inputs.target]).backward()

@@ -88,15 +88,15 @@ def test_bf16_is_as_close_to_fp64_as_diffusers_bf16(name, tmp_path):
 
 def shift_positions(inputs):
     """One token's place too far, so that neighbours swap and text meets other distances."""
-    inputs.positions = inputs.positions.roll(1, 0)
+    inputs.tokens["positions"] = inputs.positions.roll(1, 0)
 
 
 def swap_times(inputs):
-    inputs.timestep = inputs.timestep.flip(0)
+    inputs.vectors["timestep"] = inputs.timestep.flip(0)
 
 
 def swap_texts(inputs):
-    inputs.text = inputs.text.roll(1, 0)
+    inputs.context["text"] = inputs.text.roll(1, 0)
 
 
 def leak(inputs):
@@ -149,7 +149,7 @@ def test_targets_are_in_the_order_of_outputs(name):
     inputs = batch.local()
     for back, sample in zip(batch.unpack(model, inputs.target, inputs), samples, strict=True):
         assert torch.equal(back, sample.target)
-    tokens = sum(grid[0] * grid[1] * grid[2] for grid in batch.grids)
+    tokens = int(batch.vectors["grids"].prod(dim=1).sum())
     clean = sum(0 if sample.clean is None else int(sample.clean.sum()) for sample in samples)
     assert int(inputs.loss_mask.sum()) == tokens - clean
 

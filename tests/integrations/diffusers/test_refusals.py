@@ -8,7 +8,7 @@ import diffusers
 import torch
 
 from knapformer.errors import DataError, SpecError
-from knapformer.integrations.diffusers import Sample, TextPadding, adapt, family_of, pack
+from knapformer.integrations.diffusers import ModelSample, TextPadding, adapt, family_of, pack
 from knapformer.integrations.diffusers.patches import grid_of
 from tests.integrations.diffusers.families import CASES
 
@@ -147,14 +147,14 @@ GIVEN = {**SAMPLE, "pooled": torch.zeros(10), "guidance": 1.0}
 )
 def test_samples_that_do_not_fit(changes, message):
     model = CASES["flux-dev"].build()
-    pack(model, [Sample(**GIVEN)])
+    pack(model, [ModelSample(**GIVEN)])
     with pytest.raises(DataError, match=message):
-        pack(model, [Sample(**{**GIVEN, **changes})])
+        pack(model, [ModelSample(**{**GIVEN, **changes})])
 
 
 def test_targets_that_are_missing():
     with pytest.raises(DataError, match="targets=True, but a sample has no target"):
-        pack(CASES["flux-dev"].build(), [Sample(**GIVEN)], targets=True)
+        pack(CASES["flux-dev"].build(), [ModelSample(**GIVEN)], targets=True)
 
 
 def test_latents_that_are_no_multiple_of_a_patch():

@@ -10,8 +10,9 @@ import torch
 
 from knapformer import CostModel, SequenceBalancer
 from tests.integrations.diffusers.families import CASES
-from tests.integrations.diffusers.test_balanced import full_grads, reference, replicate, run
+from tests.integrations.diffusers.test_balanced import full_grads, reference, run
 from tests.ranks import run_ranks
+from tests.replicate import replicate
 
 
 def difference(rank, world_size, name, changes, grids, texts, homes):

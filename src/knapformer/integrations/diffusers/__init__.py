@@ -10,8 +10,8 @@ A page per family is in docs/integrations. Needs `pip install knapformer[diffuse
 """
 
 from knapformer.integrations.diffusers.adapter import FAMILIES, adapt, family_of
-from knapformer.integrations.diffusers.batch import HomeBatch, pack
-from knapformer.integrations.diffusers.inputs import PackedInputs, Sample
+from knapformer.integrations.diffusers.batch import pack
+from knapformer.integrations.diffusers.inputs import ModelSample, PackedInputs
 from knapformer.integrations.diffusers.text import TextPadding
 
-__all__ = ["FAMILIES", "HomeBatch", "PackedInputs", "Sample", "TextPadding", "adapt", "family_of", "pack"]
+__all__ = ["FAMILIES", "ModelSample", "PackedInputs", "TextPadding", "adapt", "family_of", "pack"]

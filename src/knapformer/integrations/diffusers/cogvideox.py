@@ -16,7 +16,7 @@ from knapformer.attention.rows import add_gated, merge_streams, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ops import BlockContext, project_out, project_qkv, rope, run_block
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class CogVideoX(Family):
@@ -31,7 +31,7 @@ class CogVideoX(Family):
         config, (pt, ph, pw) = model.config, self.patch(model)
         return Widths(config.in_channels * pt * ph * pw, config.text_embed_dim, model.proj_out.out_features)
 
-    def patch(self, model: Any) -> Grid:
+    def patch(self, model: Any) -> Extent:
         return model.config.patch_size_t or 1, model.config.patch_size, model.config.patch_size
 
     def video(self, latent: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class CogVideoX(Family):
     def latent(self, video: Tensor) -> Tensor:
         return video.transpose(0, 1)
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         config, at = model.config, grid_positions(grid).float()
         if config.use_rotary_positional_embeddings and not config.patch_size_t:
             size = config.sample_height // config.patch_size, config.sample_width // config.patch_size

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.errors import DataError, SpecError
-from knapformer.integrations.diffusers.inputs import PackedInputs, Sample
-from knapformer.integrations.diffusers.patches import Grid, grid_of, patchify, unpatchify
+from knapformer.integrations.diffusers.inputs import ModelSample, PackedInputs
+from knapformer.integrations.diffusers.patches import Extent, grid_of, patchify, unpatchify
 
 PackedBlock = Callable[..., Any]
 
@@ -71,11 +71,11 @@ class Family(ABC):
     def widths(self, model: Any) -> Widths:
         """Channels of the model's inputs and outputs."""
 
-    def patch(self, model: Any) -> Grid | None:
+    def patch(self, model: Any) -> Extent | None:
         """Patch of the latents that the model reads; None if it reads rows."""
         return None
 
-    def grid(self, model: Any, sample: Sample) -> Grid:
+    def grid(self, model: Any, sample: ModelSample) -> Extent:
         """Visual tokens of a sample as (frames, rows, columns)."""
         patch = self.patch(model)
         if patch is not None:
@@ -103,7 +103,7 @@ class Family(ABC):
         last = self.channels_last if output else self.reads_channels_last
         return latent if patch is None else patchify(self.video(latent), patch, channels_last=last)
 
-    def unpack(self, model: Any, rows: Tensor, grid: Grid) -> Tensor:
+    def unpack(self, model: Any, rows: Tensor, grid: Extent) -> Tensor:
         """A latent from the rows that the model wrote."""
         patch = self.patch(model)
         if patch is None:
@@ -123,7 +123,7 @@ class Family(ABC):
         return self.pad(rows)
 
     @abstractmethod
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         """Positions of a sample's tokens, text first where it is part of the sequence.
 
         Args:

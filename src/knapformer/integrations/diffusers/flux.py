@@ -15,7 +15,7 @@ from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import double_block, single_block
 from knapformer.integrations.diffusers.ops import BlockContext, continuous_norm, run_block
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class Flux(Family):
@@ -35,7 +35,7 @@ class Flux(Family):
             guidance=bool(config.guidance_embeds),
         )
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid)))
 
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:

@@ -1,7 +1,7 @@
 """FLUX.2: all blocks of a kind share one modulation; single-stream blocks fuse attention and MLP in one linear layer.
 
 Positions have four axes (time, row, column, index): text rows count along the last, visual tokens stay at 0 there.
-Reference images take `Sample.positions`, with another time each. Their key-value cache is for inference only.
+Reference images take `ModelSample.positions`, with another time each. Their key-value cache is for inference only.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
 from knapformer.integrations.diffusers.ops import BlockContext, clip_half, continuous_norm, run_block, split_heads
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class Flux2(Family):
@@ -50,7 +50,7 @@ class Flux2(Family):
             axes=4,
         )
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         written = torch.zeros(len(text), 4, dtype=torch.int32)
         written[:, 3] = text
         return torch.cat((written, nn.functional.pad(grid_positions(grid), (0, 1))))

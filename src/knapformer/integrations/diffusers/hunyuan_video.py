@@ -23,7 +23,7 @@ from knapformer.integrations.diffusers.ops import (
     rope,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class HunyuanVideo(Family):
@@ -52,11 +52,11 @@ class HunyuanVideo(Family):
             guidance=bool(config.guidance_embeds),
         )
 
-    def patch(self, model: Any) -> Grid:
+    def patch(self, model: Any) -> Extent:
         config = model.config
         return config.patch_size_t, config.patch_size, config.patch_size
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid)))
 
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:

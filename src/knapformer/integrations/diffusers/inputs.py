@@ -1,21 +1,24 @@
-"""What goes into an adapted model: a sample as a user has it, and packed inputs as the model takes them.
+"""What goes into an adapted model: a sample as a user has it, and the packed batch that the model takes.
 
-Legend: T tokens on a rank, S its sequences, N rows of their texts, A columns of a position.
+Legend: T tokens on a rank (T_img visual, T_txt text), S its sequences, N rows of their texts, C channels, A columns of
+a position.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knapformer.attention import Layout
+from knapformer.balancer import PackedBatch, RoutingStep
 from knapformer.errors import DataError
-from knapformer.integrations.diffusers.patches import Grid
+from knapformer.integrations.diffusers.patches import Extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class ModelSample:
     """One training sample, its tensors as the model's own forward takes them, without their batch axis.
 
     Attributes:
@@ -36,7 +39,7 @@ class Sample:
     latent: Tensor
     text: Tensor
     timestep: float | Tensor
-    grid: Grid | None = None
+    grid: Extent | None = None
     text_mask: Tensor | None = None
     pooled: Tensor | None = None
     guidance: float | Tensor | None = None
@@ -46,55 +49,64 @@ class Sample:
     loss_mask: Tensor | None = None
 
 
-class PackedInputs:
-    """What an adapted model takes in place of its usual arguments.
+class PackedInputs(PackedBatch):
+    """Packed samples; once they are routed, an adapted model takes them in place of its usual arguments.
 
-    A plain class on purpose: FSDP2 would round timesteps and positions of a dataclass to its compute dtype.
-
-    Args:
-        layout: where each token belongs, and attention.
-        image: (T_img, C) visual rows, in the order of `layout.image_index`.
-        text: (N, C) whole texts of the local sequences, the rows of `layout.context`.
-        positions: (T, A) in packed order.
-        timestep, guidance: (S,).
-        pooled: (S, C).
-        clean: (T_img,) visual tokens at time 0; default none.
-        target: (T_img, C_out) rows to compare the output with; the model does not read it.
-        loss_mask: (T_img,) visual tokens that carry loss; the model does not read it.
+    Tokens: `image` (T, C), `positions` (T, A), `clean` and `loss_mask` (T,) bool, perhaps `target` (T, C_out) and
+    `weight`; those of text are zeros, except for positions. Vectors: `timestep`, `grids`, perhaps `guidance` and
+    `pooled`. Context: `text` (N, C), whole texts. Visual rows and positions travel with their tokens; a text travels
+    whole, once, to every rank that has tokens of its sequence.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        image: Tensor,
-        text: Tensor,
-        positions: Tensor,
-        timestep: Tensor,
-        *,
-        guidance: Tensor | None = None,
-        pooled: Tensor | None = None,
-        clean: Tensor | None = None,
-        target: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-    ) -> None:
-        self.layout = layout
-        self.image = image
-        self.text = text
-        self.positions = positions
-        self.timestep = timestep
-        self.guidance = guidance
-        self._pooled = pooled
-        none = torch.zeros(len(image), dtype=torch.bool, device=image.device)
-        self.clean = none if clean is None else clean
-        self.target = target
-        self.loss_mask = ~none if loss_mask is None else loss_mask
+    @property
+    def image(self) -> Tensor:
+        """(T_img, C) visual rows, in the order of `layout.image_index`, as are those of the other visual tensors."""
+        return self.visual("image")
+
+    @property
+    def clean(self) -> Tensor:
+        """(T_img,) visual tokens at time 0."""
+        return self.visual("clean")
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """(T_img,) visual tokens that carry loss; the model does not read it."""
+        return self.visual("loss_mask")
+
+    @property
+    def target(self) -> Tensor:
+        """(T_img, C_out) rows to compare the output with; the model does not read it."""
+        return self.visual("target")
+
+    @property
+    def weight(self) -> Tensor:
+        """(T_img,) what each row of the output counts in the loss, of a batch that is `weighted`."""
+        return self.visual("weight")
+
+    @property
+    def positions(self) -> Tensor:
+        """(T, A) in packed order."""
+        return self.tokens["positions"]
+
+    @property
+    def timestep(self) -> Tensor:
+        """(S,)"""
+        return self.vectors["timestep"]
+
+    @property
+    def guidance(self) -> Tensor | None:
+        """(S,), where the model takes it."""
+        return self.vectors.get("guidance")
 
     @property
     def pooled(self) -> Tensor:
-        """Pooled text vectors. Raises `DataError` if there are none: only models that need them ask."""
-        if self._pooled is None:
-            raise DataError("the model takes pooled text, but its inputs have none; give each sample its own")
-        return self._pooled
+        """(S, C) pooled text, where the model takes it."""
+        return self.vectors["pooled"]
+
+    @property
+    def text(self) -> Tensor:
+        """(N, C) whole texts of the local sequences, the rows of `layout.context`."""
+        return self.context["text"]
 
     @property
     def text_rows(self) -> Tensor:
@@ -108,3 +120,36 @@ class PackedInputs:
     def own_text(self) -> Tensor:
         """(T_txt, C) features of this rank's text tokens."""
         return self.text.index_select(0, self.text_rows)
+
+    def unpack(self, model: Any, rows: Tensor, inputs: "PackedInputs", step: RoutingStep | None = None) -> list[Tensor]:
+        """Outputs of this rank's samples, shaped as the model's own forward gives them. Collective with a step.
+
+        Without gradients: to train, compare `rows` with `inputs.target` where they are.
+
+        Args:
+            model: the adapted model.
+            rows: what it returned for `inputs`.
+            inputs: what `route` or `local` of this batch gave.
+            step: the step of `route`; None after `local`.
+        """
+        from knapformer.integrations.diffusers.adapter import bare, family_of  # which know the families, which know us
+
+        layout = inputs.layout
+        packed = rows.new_zeros(layout.num_tokens, rows.shape[1]).index_copy(0, layout.image_index, rows.detach())
+        if step is not None:
+            _, packed, _ = step.reverse_route(packed)
+        family, inner, outputs = family_of(model), bare(model), []
+        grids = self.vectors["grids"].tolist()
+        for tokens, num_text, grid in zip(packed.split(self.seq_lens), self.text_lens, grids, strict=True):
+            outputs.append(family.unpack(inner, tokens[num_text : num_text + math.prod(grid)], tuple(grid)))
+        return outputs
+
+
+def fitting(what: str, rows: Tensor, like: Tensor, num_rows: int, model_class: str) -> Tensor:
+    """`rows` on the device and in the dtype of `like`. Raises `DataError` for other than `num_rows` rows like its."""
+    expected = (num_rows, *like.shape[1:])
+    if tuple(rows.shape) != expected:
+        raise DataError(
+            f"the {what} of a sample becomes rows of shape {tuple(rows.shape)}; {model_class} expects {expected}"
+        )
+    return rows.to(like)

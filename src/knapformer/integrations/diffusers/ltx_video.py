@@ -2,7 +2,7 @@
 
 Positions are coordinates in pixels and seconds, as `video_coords` of the model's forward; by default those of the
 released pipeline at 25 frames a second: `coordinates(grid, frame_rate=...)` gives others. Text that its mask hides is
-left out. Clean conditioning frames at time 0 are `Sample.clean`.
+left out. Clean conditioning frames at time 0 are `ModelSample.clean`.
 """
 
 from typing import Any
@@ -22,11 +22,11 @@ from knapformer.integrations.diffusers.ops import (
     run_block,
     split_heads,
 )
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
-def coordinates(grid: Grid, *, frame_rate: float = 25.0, compression: tuple[int, int] = (8, 32)) -> Tensor:
-    """(tokens, 3) coordinates: frame * 8 / rate [s], row * 32, column * 32 [pixels], for `Sample.positions`.
+def coordinates(grid: Extent, *, frame_rate: float = 25.0, compression: tuple[int, int] = (8, 32)) -> Tensor:
+    """(tokens, 3) coordinates: frame * 8 / rate [s], row * 32, column * 32 [pixels], for `ModelSample.positions`.
 
     Args:
         grid: latent frames, rows and columns.
@@ -54,7 +54,7 @@ class LTXVideo(Family):
     def takes_clean(self, model: Any) -> bool:
         return True
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         return coordinates(grid)
 
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:

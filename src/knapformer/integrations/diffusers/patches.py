@@ -11,10 +11,10 @@ from torch import Tensor
 
 from knapformer.errors import DataError
 
-Grid = tuple[int, int, int]
+Extent = tuple[int, int, int]
 
 
-def grid_of(latent: Tensor, patch: Grid) -> Grid:
+def grid_of(latent: Tensor, patch: Extent) -> Extent:
     """Patches (frames, rows, columns) of a (C, F, H, W) latent.
 
     Raises:
@@ -29,7 +29,7 @@ def grid_of(latent: Tensor, patch: Grid) -> Grid:
     return frames, rows, columns
 
 
-def patchify(latent: Tensor, patch: Grid, *, channels_last: bool = False) -> Tensor:
+def patchify(latent: Tensor, patch: Extent, *, channels_last: bool = False) -> Tensor:
     """(C, F, H, W) to (frames * rows * columns, C pt ph pw)."""
     frames, rows, columns = grid_of(latent, patch)
     pt, ph, pw = patch
@@ -38,7 +38,7 @@ def patchify(latent: Tensor, patch: Grid, *, channels_last: bool = False) -> Ten
     return blocks.permute(order).reshape(frames * rows * columns, latent.shape[0] * pt * ph * pw)
 
 
-def unpatchify(rows: Tensor, grid: Grid, patch: Grid, *, channels_last: bool = False) -> Tensor:
+def unpatchify(rows: Tensor, grid: Extent, patch: Extent, *, channels_last: bool = False) -> Tensor:
     """Inverse of `patchify`, for any number of channels."""
     (frames, height, width), (pt, ph, pw) = grid, patch
     channels = rows.shape[1] // (pt * ph * pw)
@@ -49,7 +49,7 @@ def unpatchify(rows: Tensor, grid: Grid, patch: Grid, *, channels_last: bool = F
     return blocks.reshape(channels, frames * pt, height * ph, width * pw)
 
 
-def grid_positions(grid: Grid, start: Sequence[int] = (0, 0, 0)) -> Tensor:
+def grid_positions(grid: Extent, start: Sequence[int] = (0, 0, 0)) -> Tensor:
     """(frames * rows * columns, 3) positions (frame, row, column), counted from `start`."""
     axes = [torch.arange(first, first + size, dtype=torch.int32) for size, first in zip(grid, start, strict=True)]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)

@@ -2,7 +2,7 @@
 
 Rows and columns are counted from the middle of the image, so positions are negative too; text is counted along all
 three axes from half the longer side. Text that its mask hides is left out and keeps the others' positions. Text of the
-last block ends nowhere. Models with `zero_cond_t` (edit) modulate reference images, `Sample.clean`, at time 0.
+last block ends nowhere. Models with `zero_cond_t` (edit) modulate reference images, `ModelSample.clean`, at time 0.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from knapformer.integrations.diffusers.ops import (
     keep_in_graph,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 LARGEST = 4096  # positions, of diffusers' tables
 
@@ -43,7 +43,7 @@ class QwenImage(Family):
     def takes_clean(self, model: Any) -> bool:
         return bool(model.zero_cond_t)
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         frames, rows, columns = grid
         first = max(rows // 2, columns // 2)
         last = first + int(text[-1]) + 1 if len(text) else 0

@@ -24,7 +24,7 @@ from knapformer.integrations.diffusers.ops import (
     project_qkv,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class StableDiffusion3(Family):
@@ -44,7 +44,7 @@ class StableDiffusion3(Family):
             pooled=config.pooled_projection_dim,
         )
 
-    def patch(self, model: Any) -> Grid:
+    def patch(self, model: Any) -> Extent:
         return 1, model.config.patch_size, model.config.patch_size
 
     def video(self, latent: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class StableDiffusion3(Family):
     def latent(self, video: Tensor) -> Tensor:
         return video.squeeze(1)
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         largest = model.pos_embed.pos_embed_max_size
         if max(grid) > largest:
             raise DataError(f"an image has {grid[1]} x {grid[2]} patches; this model's table ends at {largest}")

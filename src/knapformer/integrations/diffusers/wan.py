@@ -2,7 +2,7 @@
 
 All text rows are attended to: the released models see 512, zeros after the caption, so give the padded text, or
 `text_padding="pad_to(512)"`. Image to video by more input channels works as it is; clean conditioning frames at time 0
-(TI2V, 2.2) are `Sample.clean`. CLIP tokens of an image (2.1 image to video) are refused.
+(TI2V, 2.2) are `ModelSample.clean`. CLIP tokens of an image (2.1 image to video) are refused.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from knapformer.integrations.diffusers.ops import (
     project_qkv,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
 class Wan(Family):
@@ -45,14 +45,14 @@ class Wan(Family):
         config, (pt, ph, pw) = model.config, self.patch(model)
         return Widths(config.in_channels * pt * ph * pw, config.text_dim, model.proj_out.out_features)
 
-    def patch(self, model: Any) -> Grid:
+    def patch(self, model: Any) -> Extent:
         pt, ph, pw = model.config.patch_size
         return pt, ph, pw
 
     def takes_clean(self, model: Any) -> bool:
         return True
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         largest = model.rope.max_seq_len
         if max(grid) > largest:
             raise DataError(f"a video has {grid} tokens along its axes; this model's positions end at {largest}")

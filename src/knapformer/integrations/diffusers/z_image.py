@@ -18,7 +18,7 @@ from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ops import BlockContext, project_out, project_qkv, run_block
-from knapformer.integrations.diffusers.patches import Grid, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 MULTIPLE = 32
 
@@ -47,7 +47,7 @@ class ZImage(Family):
         flat = model.in_channels * pt * ph * pw
         return Widths(image=flat + 1, text=model.config.cap_feat_dim + 1, out=flat)
 
-    def patch(self, model: Any) -> Grid:
+    def patch(self, model: Any) -> Extent:
         size = model.all_patch_size[0]
         return model.all_f_patch_size[0], size, size
 
@@ -58,7 +58,7 @@ class ZImage(Family):
         flag = torch.arange(len(self.pad(rows)), device=rows.device) >= len(rows)
         return torch.cat((self.pad(rows), flag[:, None].to(rows.dtype)), dim=1)
 
-    def positions(self, model: Any, grid: Grid, text: Tensor) -> Tensor:
+    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
         length = len(text) + -len(text) % MULTIPLE
         largest = model.axes_lens
         if length + grid[0] >= largest[0] or grid[1] > largest[1] or grid[2] > largest[2]:

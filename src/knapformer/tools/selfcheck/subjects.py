@@ -53,8 +53,6 @@ class BuiltIn(nn.Module):
 
     def forward(self, batch: PackedBatch) -> Tensor:
         layout, vectors = batch.layout, batch.vectors
-        if layout is None:
-            raise SpecError("route the batch first")
         beside = vectors["time"], vectors["pooled"], layout.positions(vectors["grid"]), layout
         if isinstance(self.inner, CrossDiT):
             return self.inner(batch.tokens["x"], batch.context["text"], *beside)
@@ -90,7 +88,7 @@ def load_subject(name: str) -> nn.Module:
 def diffusers_batch(model: Any, lengths: Sequence[int], generators: Sequence[torch.Generator]) -> Any:
     """Packed random samples of about these lengths, for an adapted model of diffusers."""
     try:
-        from knapformer.integrations.diffusers import Sample, family_of, pack
+        from knapformer.integrations.diffusers import ModelSample, family_of, pack
 
         family = family_of(model)
     except (ImportError, SpecError) as error:
@@ -114,7 +112,7 @@ def diffusers_batch(model: Any, lengths: Sequence[int], generators: Sequence[tor
         text = torch.randn(num_text, widths.text - flags, generator=generator)
         pooled = torch.randn(widths.pooled, generator=generator) if widths.pooled else None
         guidance = 3.5 if widths.guidance else None
-        samples.append(Sample(latent, text, 0.5, grid, pooled=pooled, guidance=guidance))
+        samples.append(ModelSample(latent, text, 0.5, grid, pooled=pooled, guidance=guidance))
     return pack(model, samples)
 
 

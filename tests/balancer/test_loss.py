@@ -5,12 +5,12 @@ import torch
 import torch.distributed as dist
 
 from knapformer import CostModel, PackedBatch, SequenceBalancer
+from knapformer.balancer import LossMode, loss_weights
 from knapformer.data import Grid, MediaOptions
 from knapformer.data.grid import token_pixels
 from knapformer.data.media import Sample
 from knapformer.errors import SpecError
-from knapformer.train import collate, loss_weights
-from knapformer.train.loss import LossMode
+from knapformer.train import collate
 from tests.ranks import run_ranks
 
 # Pixels of each token of each sample. A clip whose first frame is a condition, a picture of one such frame, a caption
