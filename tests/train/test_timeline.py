@@ -1,4 +1,4 @@
-"""A timeline of real steps on two ranks: the second step alone, and what the balancer adds to it under readable names."""
+"""A timeline of real steps: the second step alone, and what the balancer adds to it under readable names."""
 
 import json
 

@@ -126,23 +126,10 @@ class CrossDiT(PackedModel):
     def forward(
         self, x: Tensor, text: Tensor, timestep: Tensor, pooled: Tensor, ids: Tensor, layout: CrossLayout
     ) -> Tensor:
-        """Predict all tokens.
-
-        Inputs may have any floating-point dtype; they are cast to that of the weights where precision allows.
+        """Predict all tokens; inputs, output and errors as of `DiT`, and besides
 
         Args:
-            x: (T, in_channels), in packed order.
             text: (N, text_channels), context rows as `step.deliver_context` gives them.
-            timestep: (S,), in [0, 1].
-            pooled: (S, pooled_channels).
-            ids: (T, 3) positions in packed order.
-            layout: Where each token belongs, and attention.
-
-        Returns:
-            (T, C_out), in packed order.
-
-        Raises:
-            SpecError: an input does not fit the layout or the configuration.
         """
         check_rows("x", x, (layout.num_tokens, self.config.in_channels), "packed token")
         check_rows("text", text, (layout.num_context_rows, self.config.text_channels), "context row")

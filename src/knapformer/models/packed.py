@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
+from knapformer.attention.rows import StreamIndex
 from knapformer.errors import SpecError
 
 
-class PackedLayout(Protocol):
-    """The part of a layout that models use; `knapformer.attention` has the real one.
+class PackedLayout(StreamIndex, Protocol):
+    """What models ask of a layout; `knapformer.attention` has the real one.
 
     Every rank calls `attend` equally often and in the same order, on zero rows if it has no tokens, because the call
     may exchange tokens with other ranks. `attend` must keep its inputs in the autograd graph even then.
@@ -37,16 +38,6 @@ class PackedLayout(Protocol):
     @property
     def sequence_index(self) -> Tensor:
         """(T,) int64: the row of each packed token's sequence in per-sequence vectors, 0..S-1."""
-        ...
-
-    @property
-    def text_index(self) -> Tensor:
-        """(T_txt,) int64: packed positions of the text tokens."""
-        ...
-
-    @property
-    def image_index(self) -> Tensor:
-        """(T_img,) int64: packed positions of the visual tokens. With `text_index` it partitions 0..T-1."""
         ...
 
     def attend(self, q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, /, *, scale: float | None = None) -> Tensor:

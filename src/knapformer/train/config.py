@@ -17,6 +17,7 @@ import msgspec
 from knapformer.balancer import LossMode
 from knapformer.data import LoaderGroup, MediaOptions, shipped_profiles
 from knapformer.errors import SpecError
+from knapformer.files import read_toml
 from knapformer.models import CrossDiTConfig, MMDiTConfig
 
 
@@ -140,16 +141,9 @@ class TrainConfig(_Section, frozen=True):
     def shape(self) -> MMDiTConfig | CrossDiTConfig:
         """Of the model. Raises `SpecError` if it makes no sense."""
         m = self.model
-        shared: dict[str, Any] = {
-            "in_channels": 3 * self.data.patch**2,
-            "text_channels": m.text_channels,
-            "pooled_channels": m.pooled_channels,
-            "width": m.width,
-            "num_heads": m.num_heads,
-            "mlp_ratio": m.mlp_ratio,
-            "axes_dims": m.axes_dims,
-            "zero_init": m.zero_init,
-        }
+        same = ("text_channels", "pooled_channels", "width", "num_heads", "mlp_ratio", "axes_dims", "zero_init")
+        shared: dict[str, Any] = {name: getattr(m, name) for name in same}
+        shared["in_channels"] = 3 * self.data.patch**2
         if m.kind == "cross":
             return CrossDiTConfig(depth=m.depth, **shared)
         return MMDiTConfig(num_double=m.num_double, num_single=m.num_single, **shared)
@@ -165,12 +159,7 @@ def read_config(path: str | os.PathLike[str]) -> TrainConfig:
         SpecError: naming the file and the key, for what cannot be read or is not known.
     """
     path = Path(path)
-    try:
-        config = msgspec.toml.decode(path.read_bytes(), type=TrainConfig)
-    except FileNotFoundError:
-        raise SpecError(f"no configuration file {str(path)!r}") from None
-    except msgspec.DecodeError as error:
-        raise SpecError(f"{path}: {error}") from error
+    config = read_toml(path, TrainConfig, error=SpecError)
     if not config.data.manifest or not config.data.loaders:
         raise SpecError(f"{path}: [data] needs 'manifest' (a folder or JSONL file) and at least one [[data.loaders]]")
     data = msgspec.structs.replace(config.data, manifest=str(path.parent / config.data.manifest))

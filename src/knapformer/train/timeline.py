@@ -4,14 +4,16 @@ In it, `exchange: send` and `exchange: receive`, and the same of gradients, are 
 thread; the collective itself runs beside it under the backend's name. Everything else there is computing.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from knapformer.files import read_json, write_json
 
 _NAMES = {
     "_Send": "exchange: send",
@@ -34,7 +36,6 @@ def timeline(folder: str | None, rank: int) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     path = Path(folder) / f"rank{rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
     with profile(activities=activities, schedule=once, on_trace_ready=lambda found: _write(found, path)) as profiler:
@@ -42,8 +43,10 @@ def timeline(folder: str | None, rank: int) -> Iterator[Callable[[], None]]:
 
 
 def _write(profiler: Any, path: Path) -> None:
-    profiler.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    with TemporaryDirectory() as folder:
+        raw = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(raw))
+        trace = read_json(raw, dict[str, Any])
     for event in trace["traceEvents"]:
         event["name"] = _NAMES.get(event["name"], event["name"])
-    path.write_text(json.dumps(trace), encoding="utf-8")
+    write_json(path, trace)

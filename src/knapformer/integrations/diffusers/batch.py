@@ -13,7 +13,7 @@ from torch import Tensor
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.adapter import bare, family_of
 from knapformer.integrations.diffusers.family import Family
-from knapformer.integrations.diffusers.inputs import ModelSample, PackedInputs, fitting
+from knapformer.integrations.diffusers.inputs import ModelSample, PackedInputs
 from knapformer.integrations.diffusers.text import TextPadding
 
 
@@ -87,7 +87,13 @@ def _pack_one(
     positions = family.positions(model, grid, text_at.cpu()) if sample.positions is None else sample.positions
 
     def fit(name: str, rows: Tensor, of_like: Tensor, num_rows: int) -> Tensor:
-        return fitting("latent" if name == "image" else name, rows, of_like, num_rows, family.model_class)
+        expected = (num_rows, *of_like.shape[1:])
+        if tuple(rows.shape) != expected:
+            raise DataError(
+                f"the {'latent' if name == 'image' else name} of a sample becomes rows of shape {tuple(rows.shape)}; "
+                f"{family.model_class} expects {expected}"
+            )
+        return rows.to(of_like)
 
     text = fit("text", text, like.context["text"], len(text))
     tokens = {"positions": fit("positions", positions, like.tokens["positions"], num_text + num_visual)}

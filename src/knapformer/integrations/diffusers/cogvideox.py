@@ -16,14 +16,14 @@ from knapformer.attention.rows import add_gated, merge_streams, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
 from knapformer.integrations.diffusers.ops import BlockContext, project_out, project_qkv, rope, run_block
-from knapformer.integrations.diffusers.patches import Extent, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, after_text, grid_positions
 
 
 class CogVideoX(Family):
     """`CogVideoXTransformer3DModel`."""
 
     model_class = "CogVideoXTransformer3DModel"
-    parts = ("patch_embed.proj", "patch_embed.text_proj", "time_embedding", "norm_final", "norm_out.linear", "proj_out")
+    modules = "patch_embed.proj patch_embed.text_proj time_embedding norm_final norm_out.linear proj_out"
     processors = ("CogVideoXAttnProcessor2_0",)
     position_dtype = torch.float32
 
@@ -45,7 +45,7 @@ class CogVideoX(Family):
         if config.use_rotary_positional_embeddings and not config.patch_size_t:
             size = config.sample_height // config.patch_size, config.sample_width // config.patch_size
             at = _stretched(at, grid[1:], size)
-        return torch.cat((torch.zeros(len(text), 3), at))
+        return after_text(len(text), at)
 
     def check_config(self, model: Any) -> None:
         if model.config.use_learned_positional_embeddings:
@@ -101,7 +101,7 @@ def _block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tenso
     index, attn = _vectors(ctx), block.attn1
     shift, scale, gate = _both(block.norm1, vec_SD)
     attended = ctx.attend(*project_qkv(attn, modulate(block.norm1.norm(x_TD), shift, scale, index)))
-    x_TD = add_gated(x_TD, project_out(attn, attended), gate, index)
+    x_TD = add_gated(x_TD, project_out(attn.to_out, attended), gate, index)
     shift, scale, gate = _both(block.norm2, vec_SD)
     return add_gated(x_TD, block.ff(modulate(block.norm2.norm(x_TD), shift, scale, index)), gate, index)
 

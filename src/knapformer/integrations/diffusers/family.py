@@ -1,4 +1,4 @@
-"""What a family of diffusers models has in common: what it reads, its parts, its packed forward, what it refuses.
+"""What a family of diffusers models has in common: what it reads, its modules, its packed forward, what it refuses.
 
 A family is a stateless object per model class. It knows the model by the names of its modules, not by versions: a
 missing name, a fused projection or a processor it has never seen is refused by name.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from knapformer.errors import DataError, SpecError
 from knapformer.integrations.diffusers.inputs import ModelSample, PackedInputs
-from knapformer.integrations.diffusers.patches import Extent, grid_of, patchify, unpatchify
+from knapformer.integrations.diffusers.patches import Extent, after_text, grid_of, grid_positions, patchify, unpatchify
 
 PackedBlock = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class Family(ABC):
 
     Attributes:
         model_class: name of the diffusers class.
-        parts: modules, by dotted name, that the packed forward needs.
+        modules: dotted names of those that the packed forward calls, separated by blanks.
         processors: attention processors whose computation it reproduces.
         patch: of the latents it reads; None where it reads rows.
         channels_last: order within a row it writes, and
@@ -56,7 +56,7 @@ class Family(ABC):
     """
 
     model_class: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]]
+    modules: ClassVar[str]
     processors: ClassVar[tuple[str, ...]]
     channels_last: ClassVar[bool] = False
     reads_channels_last: ClassVar[bool] = False
@@ -122,15 +122,15 @@ class Family(ABC):
         """The same for rows that the model reads, if it has to tell appended rows from others."""
         return self.pad(rows)
 
-    @abstractmethod
     def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
-        """Positions of a sample's tokens, text first where it is part of the sequence.
+        """Positions of a sample's tokens, text first where it is part of the sequence; by default text is at 0.
 
         Args:
             model: the model.
             grid: visual tokens (frames, rows, columns).
             text: position of each text row that is kept, among all rows of its text.
         """
+        return after_text(len(text) if self.joint else 0, grid_positions(grid))
 
     # -- what it computes ------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Family(ABC):
 
     def check(self, model: Any) -> None:
         """Raise `SpecError` for a model that the packed forward would not reproduce."""
-        for name in self.parts:
+        for name in self.modules.split():
             try:
                 model.get_submodule(name)
             except AttributeError:

@@ -6,23 +6,20 @@ guidance strength per sample; schnell takes none.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from knapformer.attention.rotation import Rotation
-from knapformer.attention.rows import merge_streams
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.joint import double_block, single_block
-from knapformer.integrations.diffusers.ops import BlockContext, continuous_norm, run_block
-from knapformer.integrations.diffusers.patches import Extent, grid_positions
+from knapformer.integrations.diffusers.joint import blocks_of, double_block, run_joint, single_block
+from knapformer.integrations.diffusers.ops import BlockContext, continuous_norm
 
 
 class Flux(Family):
     """`FluxTransformer2DModel`."""
 
     model_class = "FluxTransformer2DModel"
-    parts = ("x_embedder", "context_embedder", "time_text_embed", "pos_embed", "norm_out.linear", "proj_out")
+    modules = "x_embedder context_embedder time_text_embed pos_embed norm_out.linear proj_out"
     processors = ("FluxAttnProcessor",)
 
     def widths(self, model: Any) -> Widths:
@@ -35,24 +32,15 @@ class Flux(Family):
             guidance=bool(config.guidance_embeds),
         )
 
-    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
-        return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid)))
-
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:
-        doubles = [(block, double_block) for block in model.transformer_blocks]
-        return [*doubles, *((block, single_block) for block in model.single_transformer_blocks)]
+        return blocks_of(model, double_block, single_block)
 
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
-        layout, dtype = inputs.layout, model.x_embedder.weight.dtype
+        dtype = model.x_embedder.weight.dtype
         img = model.x_embedder(inputs.image.to(dtype))
         txt = model.context_embedder(inputs.own_text.to(dtype))
         times = [t.to(dtype) * 1000 for t in (inputs.timestep, inputs.guidance) if t is not None]
         vec = model.time_text_embed(*times, inputs.pooled.to(dtype))
-        ctx = BlockContext(layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
-        for block in model.transformer_blocks:
-            img, txt = run_block(model, block, ctx, img, txt, vec)
-        x = merge_streams(txt, img, layout)
-        for block in model.single_transformer_blocks:
-            x = run_block(model, block, ctx, x, vec)
-        img = x.index_select(0, layout.image_index)
+        ctx = BlockContext(inputs.layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
+        img = run_joint(model, ctx, img, txt, [vec], [vec])
         return model.proj_out(continuous_norm(model.norm_out, img, vec, ctx.image_vector))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.attention.rotation import Rotation
-from knapformer.attention.rows import add_gated, merge_streams, modulate
+from knapformer.attention.rows import add_gated, modulate
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
-from knapformer.integrations.diffusers.ops import BlockContext, clip_half, continuous_norm, run_block, split_heads
+from knapformer.integrations.diffusers.joint import Stream, blocks_of, double_stream, run_joint
+from knapformer.integrations.diffusers.ops import BlockContext, clip_half, continuous_norm, split_heads
 from knapformer.integrations.diffusers.patches import Extent, grid_positions
 
 
@@ -22,16 +22,9 @@ class Flux2(Family):
     """`Flux2Transformer2DModel`."""
 
     model_class = "Flux2Transformer2DModel"
-    parts = (
-        "x_embedder",
-        "context_embedder",
-        "time_guidance_embed",
-        "pos_embed",
-        "double_stream_modulation_img",
-        "double_stream_modulation_txt",
-        "single_stream_modulation",
-        "norm_out.linear",
-        "proj_out",
+    modules = (
+        "x_embedder context_embedder time_guidance_embed pos_embed double_stream_modulation_img "
+        "double_stream_modulation_txt single_stream_modulation norm_out.linear proj_out"
     )
     processors = (
         "Flux2AttnProcessor",
@@ -56,24 +49,18 @@ class Flux2(Family):
         return torch.cat((written, nn.functional.pad(grid_positions(grid), (0, 1))))
 
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:
-        doubles = [(block, _double_block) for block in model.transformer_blocks]
-        return [*doubles, *((block, _single_block) for block in model.single_transformer_blocks)]
+        return blocks_of(model, _double_block, _single_block)
 
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
-        layout, dtype = inputs.layout, model.x_embedder.weight.dtype
+        dtype = model.x_embedder.weight.dtype
         guidance = None if inputs.guidance is None else inputs.guidance.to(dtype) * 1000
         vec = model.time_guidance_embed(inputs.timestep.to(dtype) * 1000, guidance)
         img_mod, txt_mod = model.double_stream_modulation_img(vec), model.double_stream_modulation_txt(vec)
         mod = model.single_stream_modulation(vec)
         img = model.x_embedder(inputs.image.to(dtype))
         txt = model.context_embedder(inputs.own_text.to(dtype))
-        ctx = BlockContext(layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
-        for block in model.transformer_blocks:
-            img, txt = run_block(model, block, ctx, img, txt, img_mod, txt_mod)
-        x = merge_streams(txt, img, layout)
-        for block in model.single_transformer_blocks:
-            x = run_block(model, block, ctx, x, mod)
-        img = x.index_select(0, layout.image_index)
+        ctx = BlockContext(inputs.layout, Rotation.of_channels(*model.pos_embed(inputs.positions)))
+        img = run_joint(model, ctx, img, txt, [img_mod, txt_mod], [mod])
         return model.proj_out(continuous_norm(model.norm_out, img, vec, ctx.image_vector))
 
 
@@ -81,8 +68,8 @@ def _double_block(
     block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, img_mod: Tensor, txt_mod: Tensor
 ) -> tuple[Tensor, Tensor]:
     attn = block.attn
-    img = Stream(block.norm1, block.norm2, block.ff, image_out(attn), img_mod.chunk(6, dim=-1))
-    txt = Stream(block.norm1_context, block.norm2_context, block.ff_context, text_out(attn), txt_mod.chunk(6, dim=-1))
+    img = Stream(block.norm1, block.norm2, block.ff, attn.to_out, img_mod.chunk(6, dim=-1))
+    txt = Stream(block.norm1_context, block.norm2_context, block.ff_context, attn.to_add_out, txt_mod.chunk(6, dim=-1))
     return double_stream(attn, img, txt, img_TD, txt_TD, ctx)
 
 

@@ -11,33 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer.attention.rows import add_gated, mean_by_sequence, merge_streams
+from knapformer.attention.rows import add_gated, mean_by_sequence
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.joint import double_block, single_block
+from knapformer.integrations.diffusers.joint import blocks_of, double_block, run_joint, single_block
 from knapformer.integrations.diffusers.ops import (
     BlockContext,
     continuous_norm,
     project_out,
     project_qkv,
     rope,
-    run_block,
 )
-from knapformer.integrations.diffusers.patches import Extent, grid_positions
+from knapformer.integrations.diffusers.patches import Extent
 
 
 class HunyuanVideo(Family):
     """`HunyuanVideoTransformer3DModel`."""
 
     model_class = "HunyuanVideoTransformer3DModel"
-    parts = (
-        "x_embedder.proj",
-        "context_embedder.token_refiner.refiner_blocks",
-        "context_embedder.time_text_embed",
-        "time_text_embed",
-        "rope",
-        "norm_out.linear",
-        "proj_out",
+    modules = (
+        "x_embedder.proj context_embedder.token_refiner.refiner_blocks context_embedder.time_text_embed "
+        "time_text_embed rope norm_out.linear proj_out"
     )
     processors = ("HunyuanVideoAttnProcessor2_0", "AttnProcessor2_0", "AttnProcessor")
     masks_text = True
@@ -56,15 +50,11 @@ class HunyuanVideo(Family):
         config = model.config
         return config.patch_size_t, config.patch_size, config.patch_size
 
-    def positions(self, model: Any, grid: Extent, text: Tensor) -> Tensor:
-        return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid)))
-
     def blocks(self, model: Any) -> list[tuple[nn.Module, PackedBlock]]:
         return [
             (model.context_embedder, _refine),
             *((block, _refiner_block) for block in model.context_embedder.token_refiner.refiner_blocks),
-            *((block, double_block) for block in model.transformer_blocks),
-            *((block, single_block) for block in model.single_transformer_blocks),
+            *blocks_of(model, double_block, single_block),
         ]
 
     def forward(self, model: Any, inputs: PackedInputs) -> Tensor:
@@ -78,17 +68,11 @@ class HunyuanVideo(Family):
         if first is not None:
             vec = torch.cat((vec, first))
             clean = positions[:, 0].index_select(0, layout.image_index) == 0
-        turn = model.rope
-        rotation = rope(positions, turn.rope_dim, turn.theta).still(layout.text_index)
+        rotation = rope(positions, model.rope.rope_dim, model.rope.theta).still(layout.text_index)
         ctx = BlockContext(layout, rotation, clean=clean)
-        for block in model.transformer_blocks:
-            img, txt = run_block(model, block, ctx, img, txt, vec)
-        x = merge_streams(txt, img, layout)
-        for block in model.single_transformer_blocks:
-            x = run_block(model, block, ctx, x, vec)
-        index = layout.sequence_index.index_select(0, layout.image_index)
-        out = continuous_norm(model.norm_out, x.index_select(0, layout.image_index), vec[: layout.num_sequences], index)
-        return model.proj_out(out)
+        img = run_joint(model, ctx, img, txt, [vec], [vec])
+        index = layout.sequence_index.index_select(0, layout.image_index)  # the end knows no clean tokens
+        return model.proj_out(continuous_norm(model.norm_out, img, vec[: layout.num_sequences], index))
 
 
 def _refine(refiner: Any, texts: BlockContext, text_NC: Tensor, timestep: Tensor) -> Tensor:
@@ -103,5 +87,5 @@ def _refine(refiner: Any, texts: BlockContext, text_NC: Tensor, timestep: Tensor
 def _refiner_block(block: Any, texts: BlockContext, x_ND: Tensor, vec_SD: Tensor) -> Tensor:
     gate, gate_mlp = block.norm_out.linear(block.norm_out.nonlinearity(vec_SD)).chunk(2, dim=-1)
     attended = texts.attend(*project_qkv(block.attn, block.norm1(x_ND)))
-    x_ND = add_gated(x_ND, project_out(block.attn, attended), gate, texts.vector)
+    x_ND = add_gated(x_ND, project_out(block.attn.to_out, attended), gate, texts.vector)
     return add_gated(x_ND, block.ff(block.norm2(x_ND)), gate_mlp, texts.vector)

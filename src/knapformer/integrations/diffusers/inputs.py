@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from knapformer.balancer import PackedBatch, RoutingStep
-from knapformer.errors import DataError
 from knapformer.integrations.diffusers.patches import Extent
 
 
@@ -143,13 +142,3 @@ class PackedInputs(PackedBatch):
         for tokens, num_text, grid in zip(packed.split(self.seq_lens), self.text_lens, grids, strict=True):
             outputs.append(family.unpack(inner, tokens[num_text : num_text + math.prod(grid)], tuple(grid)))
         return outputs
-
-
-def fitting(what: str, rows: Tensor, like: Tensor, num_rows: int, model_class: str) -> Tensor:
-    """`rows` on the device and in the dtype of `like`. Raises `DataError` for other than `num_rows` rows like its."""
-    expected = (num_rows, *like.shape[1:])
-    if tuple(rows.shape) != expected:
-        raise DataError(
-            f"the {what} of a sample becomes rows of shape {tuple(rows.shape)}; {model_class} expects {expected}"
-        )
-    return rows.to(like)

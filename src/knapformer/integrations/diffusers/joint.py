@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from knapformer.attention.rows import add_gated, merge_streams, modulate, split_streams
-from knapformer.integrations.diffusers.ops import BlockContext, adaptive, clip_half, project_out, project_qkv
+from knapformer.integrations.diffusers.family import PackedBlock
+from knapformer.integrations.diffusers.ops import (
+    BlockContext,
+    adaptive,
+    clip_half,
+    project_out,
+    project_qkv,
+    run_block,
+)
 
 
 class Stream(NamedTuple):
@@ -21,7 +29,7 @@ class Stream(NamedTuple):
 
     Attributes:
         norm1, norm2, mlp: modules.
-        out: output projection of attention, called with (T, H, K); None if the stream ends with this block.
+        out: output projection of attention; None if the stream ends with this block.
         mod: shift, scale, gate of attention, then shift, scale, gate of the MLP, each (S, D).
     """
 
@@ -38,7 +46,7 @@ class Stream(NamedTuple):
     def after(self, x_TD: Tensor, attended_THK: Tensor, index_T: Tensor) -> Tensor:
         """Attention's output and the MLP, each gated into the residual stream."""
         _, _, gate, *mlp = self.mod
-        return self.feed(add_gated(x_TD, self.out(attended_THK), gate, index_T), mlp, index_T)
+        return self.feed(add_gated(x_TD, project_out(self.out, attended_THK), gate, index_T), mlp, index_T)
 
     def feed(self, x_TD: Tensor, mod: Sequence[Tensor], index_T: Tensor) -> Tensor:
         """The gated MLP."""
@@ -70,12 +78,12 @@ def double_block(
 ) -> tuple[Tensor, Tensor]:
     """The double-stream block of FLUX.1 and HunyuanVideo, whose modules have the same names."""
     attn = block.attn
-    img = Stream(block.norm1.norm, block.norm2, block.ff, image_out(attn), adaptive(block.norm1, vec_SD, 6))
+    img = Stream(block.norm1.norm, block.norm2, block.ff, attn.to_out, adaptive(block.norm1, vec_SD, 6))
     txt = Stream(
         block.norm1_context.norm,
         block.norm2_context,
         block.ff_context,
-        text_out(attn),
+        attn.to_add_out,
         adaptive(block.norm1_context, vec_SD, 6),
     )
     return double_stream(attn, img, txt, img_TD, txt_TD, ctx)
@@ -92,11 +100,19 @@ def single_block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) ->
     return clip_half(add_gated(x_TD, branch, gate, ctx.vector))
 
 
-def image_out(attn: Any) -> Any:
-    """The visual stream's output projection, on (T, H, K)."""
-    return lambda x_THK: project_out(attn, x_THK)
+def run_joint(
+    model: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, double: Sequence[Tensor], single: Sequence[Tensor]
+) -> Tensor:
+    """Visual rows after all double-stream and then all single-stream blocks, each with its modulation."""
+    for block in model.transformer_blocks:
+        img_TD, txt_TD = run_block(model, block, ctx, img_TD, txt_TD, *double)
+    x_TD = merge_streams(txt_TD, img_TD, ctx.layout)
+    for block in model.single_transformer_blocks:
+        x_TD = run_block(model, block, ctx, x_TD, *single)
+    return x_TD.index_select(0, ctx.layout.image_index)
 
 
-def text_out(attn: Any) -> Any:
-    """The text stream's output projection, on (T, H, K)."""
-    return lambda x_THK: attn.to_add_out(x_THK.flatten(1))
+def blocks_of(model: Any, double: PackedBlock, single: PackedBlock) -> list[tuple[nn.Module, PackedBlock]]:
+    """The blocks that `run_joint` runs, with their packed forwards."""
+    doubles = [(block, double) for block in model.transformer_blocks]
+    return [*doubles, *((block, single) for block in model.single_transformer_blocks)]

@@ -41,7 +41,7 @@ class LTXVideo(Family):
     """`LTXVideoTransformer3DModel`."""
 
     model_class = "LTXVideoTransformer3DModel"
-    parts = ("proj_in", "time_embed", "caption_projection", "rope", "norm_out", "proj_out")
+    modules = "proj_in time_embed caption_projection rope norm_out proj_out"
     processors = ("LTXVideoAttnProcessor",)
     masks_text = True
     joint = False
@@ -79,7 +79,7 @@ def _block(block: Any, ctx: BlockContext, x_TD: Tensor, text_ND: Tensor, mod_SD:
     index, table = ctx.vector, block.scale_shift_table
     mod = (table + mod_SD.unflatten(-1, table.shape)).unbind(1)
     hidden = modulate(block.norm1(x_TD), mod[0], mod[1], index)
-    attended = project_out(block.attn1, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
+    attended = project_out(block.attn1.to_out, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
     x_TD = add_gated(x_TD, attended, mod[2], index)
     x_TD = x_TD + cross_attention(block.attn2, x_TD, text_ND, ctx)
     return add_gated(x_TD, block.ff(modulate(block.norm2(x_TD), mod[3], mod[4], index)), mod[5], index)

@@ -127,13 +127,14 @@ def clip_half(x: Tensor) -> Tensor:
 
 
 def project_qkv(
-    attn: Any, x_TD: Tensor, *, added: bool = False, norm_heads: bool = True
+    attn: Any, x_TD: Tensor, text_ND: Tensor | None = None, *, added: bool = False, norm_heads: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values (T, H, K) of an attention module's own projections and norms.
 
     Args:
         attn: diffusers attention module.
         x_TD: its input.
+        text_ND: where keys and values come from, in cross-attention.
         added: take the projections of the second stream, `add_q_proj` and so on.
         norm_heads: norms are per head; otherwise they span all heads.
     """
@@ -143,7 +144,8 @@ def project_qkv(
             "model.unfuse_qkv_projections() first"
         )
     names = ("add_q_proj", "add_k_proj", "add_v_proj") if added else ("to_q", "to_k", "to_v")
-    q, k, v = (getattr(attn, name)(x_TD) for name in names)
+    sources = [x_TD, *[x_TD if text_ND is None else text_ND] * 2]
+    q, k, v = (getattr(attn, name)(source) for name, source in zip(names, sources, strict=True))
     norms = ("norm_added_q", "norm_added_k") if added else ("norm_q", "norm_k")
     norm_q, norm_k = (getattr(attn, name, None) or nn.Identity() for name in norms)
     if not norm_heads:
@@ -154,15 +156,14 @@ def project_qkv(
 
 def cross_attention(attn: Any, x_TD: Tensor, text_ND: Tensor, ctx: BlockContext) -> Tensor:
     """Attention of each token to the whole text of its sequence, with norms that span all heads."""
-    q, k, v = attn.norm_q(attn.to_q(x_TD)), attn.norm_k(attn.to_k(text_ND)), attn.to_v(text_ND)
-    attended = ctx.layout.cross_attend(*(split_heads(x, attn.heads) for x in (q, k, v)))
-    return project_out(attn, attended)
+    attended = ctx.layout.cross_attend(*project_qkv(attn, x_TD, text_ND, norm_heads=False))
+    return project_out(attn.to_out, attended)
 
 
-def project_out(attn: Any, x_THK: Tensor) -> Tensor:
-    """(T, H, K) through an attention module's output layers: linear, dropout."""
+def project_out(out: nn.Module, x_THK: Tensor) -> Tensor:
+    """(T, H, K) through an attention module's output: a linear layer, or a list of it and a dropout."""
     x = x_THK.flatten(1)
-    for layer in attn.to_out:
+    for layer in out if isinstance(out, nn.ModuleList) else [out]:
         x = layer(x)
     return x
 

@@ -53,3 +53,8 @@ def grid_positions(grid: Extent, start: Sequence[int] = (0, 0, 0)) -> Tensor:
     """(frames * rows * columns, 3) positions (frame, row, column), counted from `start`."""
     axes = [torch.arange(first, first + size, dtype=torch.int32) for size, first in zip(grid, start, strict=True)]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+
+
+def after_text(num_text: int, positions: Tensor) -> Tensor:
+    """The same positions, after those of text at 0."""
+    return torch.cat((positions.new_zeros(num_text, positions.shape[1]), positions))

@@ -14,7 +14,7 @@ from knapformer.attention.rotation import Rotation
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.joint import Stream, double_stream, image_out, text_out
+from knapformer.integrations.diffusers.joint import Stream, double_stream
 from knapformer.integrations.diffusers.ops import (
     BlockContext,
     by_axis,
@@ -32,7 +32,7 @@ class QwenImage(Family):
     """`QwenImageTransformer2DModel`."""
 
     model_class = "QwenImageTransformer2DModel"
-    parts = ("img_in", "txt_norm", "txt_in", "time_text_embed", "pos_embed", "norm_out.linear", "proj_out")
+    modules = "img_in txt_norm txt_in time_text_embed pos_embed norm_out.linear proj_out"
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     masks_text = True
 
@@ -88,7 +88,7 @@ def _block(block: Any, ctx: BlockContext, img_TD: Tensor, txt_TD: Tensor, vec_SD
     attn = block.attn
     img_mod = block.img_mod(vec_SD).chunk(6, dim=-1)
     txt_mod = block.txt_mod(vec_SD[: ctx.layout.num_sequences]).chunk(6, dim=-1)
-    img = Stream(block.img_norm1, block.img_norm2, block.img_mlp, image_out(attn), img_mod)
-    txt = Stream(block.txt_norm1, block.txt_norm2, block.txt_mlp, text_out(attn), txt_mod)
+    img = Stream(block.img_norm1, block.img_norm2, block.img_mlp, attn.to_out, img_mod)
+    txt = Stream(block.txt_norm1, block.txt_norm2, block.txt_mlp, attn.to_add_out, txt_mod)
     img_TD, txt_TD = double_stream(attn, img, txt, img_TD, txt_TD, ctx)
     return clip_half(img_TD), txt_TD

@@ -7,14 +7,13 @@ included, and all of it is attended to. The joint order is [image, text]; withou
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from knapformer.attention.rows import add_gated, modulate
 from knapformer.errors import DataError
 from knapformer.integrations.diffusers.family import Family, PackedBlock, Widths
 from knapformer.integrations.diffusers.inputs import PackedInputs
-from knapformer.integrations.diffusers.joint import Stream, image_out, joint_attention, text_out
+from knapformer.integrations.diffusers.joint import Stream, joint_attention
 from knapformer.integrations.diffusers.ops import (
     BlockContext,
     adaptive,
@@ -24,14 +23,14 @@ from knapformer.integrations.diffusers.ops import (
     project_qkv,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Extent, grid_positions
+from knapformer.integrations.diffusers.patches import Extent, after_text, grid_positions
 
 
 class StableDiffusion3(Family):
     """`SD3Transformer2DModel`."""
 
     model_class = "SD3Transformer2DModel"
-    parts = ("pos_embed.proj", "time_text_embed", "context_embedder", "norm_out.linear", "proj_out")
+    modules = "pos_embed.proj time_text_embed context_embedder norm_out.linear proj_out"
     processors = ("JointAttnProcessor2_0",)
     channels_last = True
 
@@ -58,7 +57,7 @@ class StableDiffusion3(Family):
         if max(grid) > largest:
             raise DataError(f"an image has {grid[1]} x {grid[2]} patches; this model's table ends at {largest}")
         start = 0, (largest - grid[1]) // 2, (largest - grid[2]) // 2
-        return torch.cat((torch.zeros(len(text), 3, dtype=torch.int32), grid_positions(grid, start)))
+        return after_text(len(text), grid_positions(grid, start))
 
     def check_config(self, model: Any) -> None:
         if not model.pos_embed.pos_embed_max_size:
@@ -91,19 +90,19 @@ def _joint_block(
     """The last block gives no text."""
     attn, at_img, at_txt = block.attn, ctx.image_vector, ctx.text_vector
     mod = adaptive(block.norm1, vec_SD, 9 if block.use_dual_attention else 6)
-    img = Stream(block.norm1.norm, block.norm2, block.ff, image_out(attn), mod[:6])
+    img = Stream(block.norm1.norm, block.norm2, block.ff, attn.to_out, mod[:6])
     txt_out = None
     if block.context_pre_only:
         hidden = continuous_norm(block.norm1_context, txt_TD, vec_SD, at_txt)
         img_out, _ = joint_attention(attn, img.before(img_TD, at_img), hidden, ctx)
     else:
         norm = block.norm1_context
-        txt = Stream(norm.norm, block.norm2_context, block.ff_context, text_out(attn), adaptive(norm, vec_SD, 6))
+        txt = Stream(norm.norm, block.norm2_context, block.ff_context, attn.to_add_out, adaptive(norm, vec_SD, 6))
         img_out, txt_out = joint_attention(attn, img.before(img_TD, at_img), txt.before(txt_TD, at_txt), ctx)
         txt_out = txt.after(txt_TD, txt_out, at_txt)
-    x_TD = add_gated(img_TD, img.out(img_out), mod[2], at_img)
+    x_TD = add_gated(img_TD, project_out(img.out, img_out), mod[2], at_img)
     if block.use_dual_attention:
         hidden = modulate(img.norm1(img_TD), mod[6], mod[7], at_img)
         alone = attend_visual(ctx.layout, *project_qkv(block.attn2, hidden))
-        x_TD = add_gated(x_TD, project_out(block.attn2, alone), mod[8], at_img)
+        x_TD = add_gated(x_TD, project_out(block.attn2.to_out, alone), mod[8], at_img)
     return img.feed(x_TD, mod[3:6], at_img), txt_out

@@ -23,20 +23,14 @@ from knapformer.integrations.diffusers.ops import (
     project_qkv,
     run_block,
 )
-from knapformer.integrations.diffusers.patches import Extent, grid_positions
+from knapformer.integrations.diffusers.patches import Extent
 
 
 class Wan(Family):
     """`WanTransformer3DModel`."""
 
     model_class = "WanTransformer3DModel"
-    parts = (
-        "patch_embedding",
-        "condition_embedder.time_embedder",
-        "condition_embedder.text_embedder",
-        "rope",
-        "proj_out",
-    )
+    modules = "patch_embedding condition_embedder.time_embedder condition_embedder.text_embedder rope proj_out"
     processors = ("WanAttnProcessor",)
     channels_last = True
     joint = False
@@ -56,7 +50,7 @@ class Wan(Family):
         largest = model.rope.max_seq_len
         if max(grid) > largest:
             raise DataError(f"a video has {grid} tokens along its axes; this model's positions end at {largest}")
-        return grid_positions(grid)
+        return super().positions(model, grid, text)
 
     def check_config(self, model: Any) -> None:
         if model.condition_embedder.image_embedder is not None or model.config.added_kv_proj_dim is not None:
@@ -90,7 +84,7 @@ def _block(block: Any, ctx: BlockContext, x_TD: Tensor, text_ND: Tensor, mod_SD:
     dtype, wide, index = x_TD.dtype, compute_dtype(x_TD.dtype), ctx.vector
     mod = (block.scale_shift_table + mod_SD.unflatten(-1, (6, -1)).to(wide)).unbind(1)
     hidden = modulate(block.norm1(x_TD.to(wide)), mod[0], mod[1], index).to(dtype)
-    attended = project_out(block.attn1, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
+    attended = project_out(block.attn1.to_out, ctx.attend(*project_qkv(block.attn1, hidden, norm_heads=False)))
     x_TD = add_gated(x_TD.to(wide), attended, mod[2], index).to(dtype)
     x_TD = x_TD + cross_attention(block.attn2, block.norm2(x_TD.to(wide)).to(dtype), text_ND, ctx)
     hidden = modulate(block.norm3(x_TD.to(wide)), mod[3], mod[4], index).to(dtype)

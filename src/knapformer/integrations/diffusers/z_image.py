@@ -27,15 +27,7 @@ class ZImage(Family):
     """`ZImageTransformer2DModel`."""
 
     model_class = "ZImageTransformer2DModel"
-    parts = (
-        "all_x_embedder",
-        "all_final_layer",
-        "noise_refiner",
-        "context_refiner",
-        "t_embedder",
-        "cap_embedder",
-        "layers",
-    )
+    modules = "all_x_embedder all_final_layer noise_refiner context_refiner t_embedder cap_embedder layers"
     processors = ("ZSingleStreamAttnProcessor",)
     channels_last = True
     reads_channels_last = True
@@ -118,10 +110,10 @@ def _block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tenso
     index, attn = ctx.vector, block.attention
     hidden = block.attention_norm1(x_TD)
     if not block.modulation:
-        x_TD = x_TD + block.attention_norm2(project_out(attn, ctx.attend(*project_qkv(attn, hidden))))
+        x_TD = x_TD + block.attention_norm2(project_out(attn.to_out, ctx.attend(*project_qkv(attn, hidden))))
         return x_TD + block.ffn_norm2(block.feed_forward(block.ffn_norm1(x_TD)))
     scale, gate, scale_mlp, gate_mlp = block.adaLN_modulation(vec_SD).chunk(4, dim=-1)
-    attended = project_out(attn, ctx.attend(*project_qkv(attn, modulate(hidden, None, scale, index))))
+    attended = project_out(attn.to_out, ctx.attend(*project_qkv(attn, modulate(hidden, None, scale, index))))
     x_TD = add_gated(x_TD, block.attention_norm2(attended), gate.tanh(), index)
     hidden = block.feed_forward(modulate(block.ffn_norm1(x_TD), None, scale_mlp, index))
     return add_gated(x_TD, block.ffn_norm2(hidden), gate_mlp.tanh(), index)
