@@ -194,7 +194,7 @@ def test_configuration_errors_name_file_and_key(tmp_path):
     cases = {
         "[model]\nwidth = 'wide'": r"run.toml: .*`\$.model.width`",
         "[model]\nwidht = 3": r"run.toml: .*unknown field `widht`",
-        "[model": r"run.toml: ",
+        "[model": r"run.toml is not TOML: ",
         "[train]\nsteps = 3": r"\[data\] needs 'manifest'",
     }
     for text, message in cases.items():

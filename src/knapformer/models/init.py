@@ -5,7 +5,7 @@ or used it differently before would start from different weights, and a large mo
 are built without storage (`deferred_init`), allocated once and filled by `fill_parameters`.
 
 * Values are drawn in fp32 whatever the model's dtype, so fp64, fp32 and bf16 models of one seed are the same model.
-* A parameter that FSDP2 has sharded draws its full value and keeps its own part: the weights do not depend on the
+* A parameter that FSDP2 has sharded draws its full value and keeps its own shard: the weights do not depend on the
   number of ranks. One full parameter at a time is in memory, and nothing is communicated.
 * No parameter is zero unless asked for. Zero output projections would hide errors: a block that adds 0 * attention
   passes every test with broken attention.
@@ -91,6 +91,6 @@ def _copy_normal(param: Tensor, std: float, generator: torch.Generator) -> None:
     full = torch.randn(param.shape, generator=generator, device=generator.device, dtype=torch.float32).mul_(std)
     if isinstance(param, DTensor):
         full = full.to(param.device)
-        # src_data_rank=None: every rank cuts its part from its own copy, so there is no communication.
+        # src_data_rank=None: every rank cuts its shard from its own copy, so there is no communication.
         full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
     param.copy_(full)

@@ -115,7 +115,7 @@ class DoubleStreamBlock(nn.Module):
         img_mod: Tensor,
         index: TokenIndex,
     ) -> tuple[Tensor, Tensor]:
-        """Each stream's part after attention."""
+        """What follows attention in each stream."""
         txt_index, img_index = split_streams(index.sequence_index, index)
         txt_out, img_out = split_streams(attended_THK, index)
         img_TD = self.img.finish(img_TD, img_out, img_mod, img_index)

@@ -46,7 +46,7 @@ class StepReport:
         modelled_imbalance: max/mean over ranks of modelled load.
         split_traffic, routed_fraction: of the placement.
         plan_seconds: gathering lengths, planning and comparing plans, of the slowest rank, wherever it was done [s].
-        wait_seconds: the part of `seconds` spent waiting for a batch that is loaded and planned ahead, of the slowest
+        wait_seconds: the time in `seconds` spent waiting for a batch that is loaded and planned ahead, of the slowest
             rank [s].
     """
 

@@ -1,4 +1,4 @@
-"""CogVideoX: text and video share every weight but the modulation, of which each block has one set for either.
+"""CogVideoX: text and video share all weights but the modulation: each block modulates video and text differently.
 
 So a block works on packed rows, and text takes a second row of vectors per sequence. Video tokens are rotated (5B) or
 get a table of sinusoids (2B), text neither. All text rows are attended to, 226 in the released models.
@@ -91,10 +91,9 @@ def _sinusoids(embed: Any, positions: Tensor) -> Tensor:
 
     width, space = embed.embed_dim, embed.spatial_interpolation_scale
     frame, row, column = positions.unbind(1)
-    parts = ((width // 4, frame / embed.temporal_interpolation_scale), (3 * width // 8, column / space))
-    return torch.cat(
-        [get_1d_sincos_pos_embed_from_grid(dim, at) for dim, at in (*parts, (3 * width // 8, row / space))], dim=1
-    )
+    of_frame = get_1d_sincos_pos_embed_from_grid(width // 4, frame / embed.temporal_interpolation_scale)
+    of_column, of_row = (get_1d_sincos_pos_embed_from_grid(3 * width // 8, at / space) for at in (column, row))
+    return torch.cat((of_frame, of_column, of_row), dim=1)
 
 
 def _block(block: Any, ctx: BlockContext, x_TD: Tensor, vec_SD: Tensor) -> Tensor:
@@ -126,8 +125,8 @@ def _stretched(at: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tens
     else:
         inner = round(width * rows / columns), width
     out = at.clone()
-    for axis, (count, full, part) in enumerate(zip(grid, size, inner, strict=True), 1):
-        start = round((full - part) / 2)
-        places = torch.linspace(start, (start + part) * (count - 1) / count, count, dtype=torch.float32)
+    for axis, (count, full, middle) in enumerate(zip(grid, size, inner, strict=True), 1):
+        start = round((full - middle) / 2)
+        places = torch.linspace(start, (start + middle) * (count - 1) / count, count, dtype=torch.float32)
         out[:, axis] = places[at[:, axis].long()]
     return out

@@ -47,8 +47,8 @@ class Family(ABC):
         modules: dotted names of those that the packed forward calls, separated by blanks.
         processors: attention processors whose computation it reproduces.
         patch: of the latents it reads; None where it reads rows.
-        channels_last: order within a row it writes, and
-        reads_channels_last: within one it reads.
+        channels_last: whether channels vary fastest within a row that it writes.
+        reads_channels_last: the same for a row that it reads.
         masks_text: whether it hides invalid text from attention.
         joint: whether text is part of the sequence. Otherwise tokens cross-attend to it.
         own_positions: whether samples may bring positions of their own.

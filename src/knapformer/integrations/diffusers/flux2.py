@@ -77,7 +77,7 @@ def _single_block(block: Any, ctx: BlockContext, x_TD: Tensor, mod: Tensor) -> T
     attn, (shift, scale, gate) = block.attn, mod.chunk(3, dim=-1)
     hidden = attn.to_qkv_mlp_proj(modulate(block.norm(x_TD), shift, scale, ctx.vector))
     qkv, mlp = hidden.split((3 * attn.inner_dim, hidden.shape[-1] - 3 * attn.inner_dim), dim=-1)
-    q, k, v = (split_heads(part, attn.heads) for part in qkv.chunk(3, dim=-1))
+    q, k, v = (split_heads(x, attn.heads) for x in qkv.chunk(3, dim=-1))
     attended = ctx.attend(attn.norm_q(q), attn.norm_k(k), v)
     branch = attn.to_out(torch.cat((attended.flatten(1), attn.mlp_act_fn(mlp)), dim=-1))
     return clip_half(add_gated(x_TD, branch, gate, ctx.vector))

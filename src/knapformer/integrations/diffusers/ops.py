@@ -72,9 +72,9 @@ class BlockContext:
         return self.layout.attend(q_THK, k_THK, v_THK)
 
 
-def adaptive(norm: Any, vec_SD: Tensor, parts: int) -> Sequence[Tensor]:
-    """Modulation vectors of a diffusers adaLN module (`silu`, then `linear`), in its own order."""
-    return norm.linear(norm.silu(vec_SD)).chunk(parts, dim=-1)
+def adaptive(norm: Any, vec_SD: Tensor, count: int) -> Sequence[Tensor]:
+    """The `count` modulation vectors of a diffusers adaLN module (`silu`, then `linear`), in its own order."""
+    return norm.linear(norm.silu(vec_SD)).chunk(count, dim=-1)
 
 
 def continuous_norm(norm: Any, x_TD: Tensor, vec_SD: Tensor, index_T: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Z-Image: image and caption refined apart, then single-stream blocks over both.
+"""Z-Image: image and caption are refined separately, then single-stream blocks work on both.
 
 The model appends *learned* padding to either, up to a multiple of 32 rows, and attends to it, so `pad` appends rows
 too, and a last channel of every row says which they are. Captions are counted along the first axis from 1, padding
@@ -101,8 +101,8 @@ def _rotation(model: Any, positions: Tensor) -> Rotation:
 
 def _caption_positions(lens: np.ndarray, device: torch.device) -> Tensor:
     """(N, 3) positions of whole captions."""
-    parts = [np.arange(1, count + 1, dtype=np.int32) for count in lens.tolist()]
-    at = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts]))
+    counted = [np.arange(1, count + 1, dtype=np.int32) for count in lens.tolist()]
+    at = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *counted]))
     return nn.functional.pad(at[:, None], (0, 2)).to(device)
 
 
