@@ -1,8 +1,8 @@
 """Time and memory of `knapformer advise`: on a generated Parquet manifest, and on real sizes where they are at hand.
 
-    python benchmarks/advise.py                      # 20 million rows
-    python benchmarks/advise.py --rows 1000000
-    python benchmarks/advise.py --data FOLDER        # and 5,000 real images with 20,000 real clips
+    python -m benchmarks.advise                      # 20 million rows
+    python -m benchmarks.advise --rows 1000000
+    python -m benchmarks.advise --data FOLDER        # and 5,000 real images with 20,000 real clips
 
 The command runs in a child process, whose peak resident memory the system reports. The manifest is generated in another
 one, in a temporary folder. FOLDER holds `coco_val2017_sizes_captionlens.csv` (COCO val2017: sizes and captions of 5,000
@@ -10,7 +10,6 @@ images), `activitynet_captions_segments.csv.gz` (ActivityNet Captions: length of
 `youtube_video_sizes_avakinetics.csv` (sizes of web videos with their frequency); clips get a size by that frequency.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import make_parser
+
 from knapformer.report import RecordWriter
 
 FIGURES = ("computing", "waiting", "traffic", "step_seconds", "speedup_of_balancing")
-RESULTS = Path(__file__).parent / "results" / "advise.jsonl"
 
 GENERATE = """
 import duckdb
@@ -71,17 +71,12 @@ def measure(arguments: list[str]) -> dict[str, Any]:
         "rows": found["source"]["rows"],
         "bad_rows": found["source"]["bad_rows"],
         "verdict": found["verdict"],
-        "policies": {
-            p["name"]: {
-                key: p[key] for key in ("computing", "waiting", "traffic", "step_seconds", "speedup_of_balancing")
-            }
-            for p in found["policies"]
-        },
+        "policies": {policy["name"]: {figure: policy[figure] for figure in FIGURES} for policy in found["policies"]},
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "advise.jsonl")
     parser.add_argument("--rows", type=int, default=20_000_000, help="0: none are generated")
     parser.add_argument("--data", type=Path, help="folder of real sizes")
     options = parser.parse_args()
@@ -100,7 +95,8 @@ def main() -> None:
         for name, arguments in runs.items():
             shown = [Path(a).name if os.sep in a else a for a in arguments]
             found = measure(arguments)
-            with RecordWriter(RESULTS, name, {"arguments": shown, "defaults": "hunyuanvideo on h100x32"}) as record:
+            config = {"arguments": shown, "defaults": "hunyuanvideo on h100x32"}
+            with RecordWriter(options.output, name, config) as record:
                 record.step(0, **found)
             memory = found["peak_resident_bytes"] / 1e9
             times = f"{found['seconds']:.1f} s ({found['cpu_seconds']:.1f} s of CPU)"

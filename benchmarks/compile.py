@@ -1,28 +1,26 @@
 """Eager and compiled blocks over random batches, on the CPU: graphs, seconds to compile, seconds of a step.
 
-    python benchmarks/compile.py -o benchmarks/results/compile-cpu.jsonl        # needs a C++ compiler
+    python -m benchmarks.compile -o benchmarks/results/compile-cpu.jsonl        # needs a C++ compiler
 
 Each step is the forward and backward pass of a model on one process for one batch; batches have 0 to 8 sequences and
 corner cases (no sequence, one token, no text) among them. CPU seconds, one thread; `graphs` counts what torch.compile
 was asked to compile so far. Compiling happens in the first step of either kind and is left out of what is printed.
 """
 
-import argparse
 import random
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch._dynamo
+from benchmarks.common import make_parser
 from torch import Tensor
 
 from knapformer.attention import Layout
 from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig, PackedModel, compile_blocks
 from knapformer.report import RecordWriter, read_records
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {"in_channels": 64, "pooled_channels": 64, "width": 512, "num_heads": 8, "axes_dims": (16, 24, 24)}
 MODELS = {
     "dit": lambda: DiT(DiTConfig(depth=3, **SHAPE)),
@@ -31,10 +29,9 @@ MODELS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare eager with compiled blocks; write run records.")
+    parser = make_parser(__doc__, "compile-cpu.jsonl")
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--longest", type=int, default=400, help="visual tokens of a sequence")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "compile-cpu.jsonl")
     args = parser.parse_args()
     args.output.unlink(missing_ok=True)
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Ways to give each token its sequence's shift, scale and gate: time and memory, forward and backward, on the CPU.
 
-    python benchmarks/conditioning.py -o benchmarks/results/conditioning-cpu.jsonl
+    python -m benchmarks.conditioning -o benchmarks/results/conditioning-cpu.jsonl
 
     expanded    x * (1 + scale[index]) + shift[index] as autograd has it: (tokens, width) rows made, kept for backward
     segments    one operation per sequence on its rows, which lie together, and one concatenation
@@ -12,24 +12,21 @@ thread; `kept_bytes`, what forward leaves for backward beside its inputs and out
 beside its inputs at any time. Both are over the bytes of x.
 """
 
-import argparse
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.common import make_parser
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from knapformer.attention import rows as row_operations
 from knapformer.report import RecordWriter, read_records
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def expanded(x: Tensor, branch: Tensor, mod: Tensor, index: Tensor, _: list[int]) -> Tensor:
@@ -91,12 +88,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare ways to modulate tokens; write run records.")
+    parser = make_parser(__doc__, "conditioning-cpu.jsonl")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 128])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "conditioning-cpu.jsonl")
     args = parser.parse_args()
     args.output.unlink(missing_ok=True)
     torch.set_num_threads(1)

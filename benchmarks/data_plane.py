@@ -1,6 +1,6 @@
 """What routing and split attention cost beside the all-to-all they need: time, copies, operations; as run records.
 
-    python benchmarks/data_plane.py --ranks 4 8 -o benchmarks/results/data-plane-cpu.jsonl
+    python -m benchmarks.data_plane --ranks 4 8 -o benchmarks/results/data-plane-cpu.jsonl
 
 For each call (route, reverse route, attend without its kernel), forward and backward: CPU seconds of this rank's
 process, against a bare `all_to_all_single` of the same bytes and against a straight implementation (`straight.py`).
@@ -21,7 +21,6 @@ once is the largest of (R: arrived q, k, v, which the kernel keeps for its backw
 `held` is what the library's pool keeps, in use or not.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.common import make_parser
 from benchmarks.straight import StraightBags
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -124,11 +124,10 @@ class PeakMemory(TorchDispatchMode):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "data-plane-cpu.jsonl")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--tokens", type=int, default=4000, help="tokens a rank")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/data-plane-cpu.jsonl"))
     args = parser.parse_args()
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:

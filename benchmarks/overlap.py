@@ -1,6 +1,6 @@
 """How much of split attention's traffic hides behind whole sequences, where the link is slow enough to see it.
 
-    sudo python benchmarks/overlap.py --mbit 400 -o benchmarks/results/overlap-netns.jsonl
+    sudo python -m benchmarks.overlap --mbit 400 -o benchmarks/results/overlap-netns.jsonl
 
 Makes two hosts on this machine (network namespaces joined by a veth pair whose rate `tc tbf` limits; Linux, root,
 iproute2), one rank each. Both share the attention of one long sequence; each has whole sequences of its own, as the
@@ -19,13 +19,13 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.common import make_parser
 
 from knapformer import Cluster, CostModel, Limits, Placement, SequenceBalancer, Sequences
 from knapformer.plan import Shards
@@ -60,12 +60,11 @@ class SplitFirst:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "overlap-netns.jsonl")
     parser.add_argument("--mbit", type=int, default=400, help="rate of the link")
     parser.add_argument("--long", type=int, default=2048, help="tokens of the shared sequence")
     parser.add_argument("--whole", type=int, nargs="+", default=[1024, 1024, 768, 768, 512], help="a rank's others")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/overlap-netns.jsonl"))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
@@ -73,7 +72,7 @@ def main() -> None:
         return
     make_hosts(args.mbit)
     try:
-        command = [sys.executable, __file__, *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:]]
         ranks = [
             subprocess.Popen(["ip", "netns", "exec", name, *command, "--rank", str(rank)])
             for rank, name in enumerate(NAMES)

@@ -1,14 +1,13 @@
-"""Compare planners on traces: balance, step on the timeline, traffic, plan time; as run records (JSON lines).
+"""Compare planners on traces: balance, step on the timeline, traffic, plan time; a run record, one line per pair.
 
-    python benchmarks/planners.py --steps 20 -o benchmarks/results/planners.jsonl
+    python -m benchmarks.planners --steps 20 -o benchmarks/results/planners.jsonl
 
 For the default prices of a trace's model (500 TFLOP/s token-wise, 400 for attention) and the default links. Plan times
 are CPU seconds of this process, on one core, so that what else the machine does counts little.
 """
 
 import argparse
-import json
-import shlex
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,21 +16,17 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # run as a script, so that the package of reference planners is found
-    sys.path.insert(0, str(ROOT))
+from benchmarks.common import ShortRecord, keep_newest, make_parser
+from benchmarks.reference_planners import REFERENCE_PLANNERS
 
-from benchmarks.reference_planners import REFERENCE_PLANNERS  # noqa: E402
+from knapformer.data.trace import Trace
+from knapformer.data.workloads import load_workload
+from knapformer.errors import KnapFormerError
+from knapformer.plan import PLANNERS, BagSpec, Cluster, CostModel, Placement, Sequences, make_planner, measure
+from knapformer.plan.timeline import timeline
+from knapformer.report import read_records
+from knapformer.report.statistics import Estimate
 
-from knapformer.data.trace import Trace  # noqa: E402
-from knapformer.data.workloads import load_workload  # noqa: E402
-from knapformer.errors import KnapFormerError  # noqa: E402
-from knapformer.plan import PLANNERS, BagSpec, Cluster, CostModel, Placement, Sequences, make_planner, measure  # noqa: E402
-from knapformer.plan.timeline import timeline  # noqa: E402
-from knapformer.report import environment  # noqa: E402
-
-SCHEMA = 2
-"""2: `step_over_ideal_overlap` is that of the timeline."""
 TRACES = (
     "flux-lowres-32",
     "flux-mixed-32",
@@ -51,6 +46,12 @@ MAX_WORLD = {"flexsp": 128, "zellige": 128, "nested-groups": 2048, "karmarkar-ka
 OURS = ("local", "best-bags", "balanced")
 """Planners with columns of their own in the table."""
 
+ABSOLUTE = ("makespan", "lower_bound")
+"""Metrics that say nothing about a planner by themselves; not recorded."""
+
+FIGURES = "mean and largest over steps; half: of the 95 % interval of step_over_ideal_overlap"
+"""What a record's numbers are."""
+
 Plan = Callable[[Sequences, Cluster, CostModel], Placement]
 
 
@@ -59,33 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.table:
         print(render_table(args.output))
         return 0
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    common = {"schema": SCHEMA, "kind": "planners", "environment": environment(), "command": _command(argv)}
-    with args.output.open("a") as file:
-        for name in args.traces:
-            trace = load_workload(name)
-            for planner in args.planners:
-                steps = min(args.steps, SLOW_STEPS.get(planner, args.steps), trace.num_steps)
-                if trace.world_size > MAX_WORLD.get(planner, trace.world_size):
-                    outcome: dict[str, Any] = {"skipped": f"more than {MAX_WORLD[planner]} ranks"}
-                else:
-                    outcome = compare(planner, trace, steps)
-                record = {
-                    **common,
-                    "trace": trace.name,
-                    "world_size": trace.world_size,
-                    "planner": planner,
-                    **outcome,
-                }
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-                sys.stdout.write(summary(record) + "\n")
-                sys.stdout.flush()
+    settings = {"steps": args.steps, "figures": FIGURES}
+    name = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}-{os.getpid()}"
+    with ShortRecord(args.output, name, settings) as out:
+        pairs = ((trace, planner) for trace in map(load_workload, args.traces) for planner in args.planners)
+        for number, (trace, planner) in enumerate(pairs):
+            outcome = compare(planner, trace, args.steps)
+            record = {"trace": trace.name, "world_size": trace.world_size, "planner": planner, **outcome}
+            out.step(number, **record)
+            sys.stdout.write(summary(record) + "\n")
+            sys.stdout.flush()
+    keep_newest(args.output, "trace", "planner")
     return 0
 
 
 def compare(planner: str, trace: Trace, num_steps: int) -> dict[str, Any]:
-    """Mean and largest value of every metric over the first steps, and plan times [s]; or why there is none."""
+    """Mean and largest value of metrics over the first steps, and plan times [s]; or why there is none."""
+    if trace.world_size > MAX_WORLD.get(planner, trace.world_size):
+        return {"skipped": f"more than {MAX_WORLD[planner]} ranks"}
+    num_steps = min(num_steps, SLOW_STEPS.get(planner, num_steps), trace.num_steps)
     cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node"))
     cost = CostModel.from_shapes(trace.meta.get("d_model", 3072), trace.meta.get("heads", 24))
     metrics: list[dict[str, float]] = []
@@ -102,12 +95,17 @@ def compare(planner: str, trace: Trace, num_steps: int) -> dict[str, Any]:
         except KnapFormerError as error:
             return {"steps": num_steps, "skipped": f"{type(error).__name__}: {error}"}
         metrics.append(measure(placement.validate(), cluster, cost).to_json())
+    figures = [name for name in metrics[0] if name not in ABSOLUTE]
     return {
         "steps": num_steps,
-        "mean": {name: float(np.mean([m[name] for m in metrics])) for name in metrics[0]},
-        "max": {name: float(np.max([m[name] for m in metrics])) for name in metrics[0]},
+        "figures": {name: _mean_and_largest([m[name] for m in metrics]) for name in figures},
+        "half": Estimate.of([m["step_over_ideal_overlap"] for m in metrics]).half,
         "plan_seconds": {"median": float(np.median(seconds)), "p99": float(np.quantile(seconds, 0.99))},
     }
+
+
+def _mean_and_largest(values: list[float]) -> list[float]:
+    return [float(np.mean(values)), float(np.max(values))]
 
 
 def find_plan(planner: str) -> Plan:
@@ -131,7 +129,7 @@ def summary(record: dict[str, Any]) -> str:
     head = f"{record['trace']:16s} {record['planner']:16s} "
     if "skipped" in record:
         return head + f"skipped: {record['skipped']}"
-    mean = record["mean"]
+    mean = {name: figure[0] for name, figure in record["figures"].items()}
     return head + (
         f"step {mean['step_over_ideal_overlap']:.4f} (nothing hidden {mean['step_over_ideal']:.4f})  "
         f"time {mean['time_imbalance']:.4f}  tokens {mean['token_imbalance']:.4f}  "
@@ -144,13 +142,11 @@ def summary(record: dict[str, Any]) -> str:
 def render_table(path: Path) -> str:
     """The table of the README, from the newest record of each (trace, planner): step over ideal on the timeline."""
     records: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        if "skipped" not in record:
-            records.setdefault(record["trace"], {})[record["planner"]] = record
+    for record in (step for run in read_records(path).values() for step in run.steps if "skipped" not in step):
+        records.setdefault(record["trace"], {})[record["planner"]] = record
 
-    def step(record: dict[str, Any] | None, over_steps: str = "mean") -> str:
-        return f"{record[over_steps]['step_over_ideal_overlap']:.4f}" if record else "-"
+    def step(record: dict[str, Any] | None, *, worst: bool = False) -> str:
+        return f"{record['figures']['step_over_ideal_overlap'][worst]:.4f}" if record else "-"
 
     lines = [
         "| trace | before balancing | best bags | best other planner | balanced | its worst step |",
@@ -158,7 +154,7 @@ def render_table(path: Path) -> str:
     ]
     for trace, by_planner in records.items():
         others = [record for name, record in by_planner.items() if name not in OURS]
-        best = min(others, key=lambda record: record["mean"]["step_over_ideal_overlap"], default=None)
+        best = min(others, key=lambda record: record["figures"]["step_over_ideal_overlap"][0], default=None)
         ours = by_planner["balanced"]
         cells = [
             trace,
@@ -166,7 +162,7 @@ def render_table(path: Path) -> str:
             step(by_planner.get("best-bags")),
             f"{step(best)} {best['planner']}" if best else "-",
             f"**{step(ours)}**",
-            step(ours, "max"),
+            step(ours, worst=True),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -174,7 +170,7 @@ def render_table(path: Path) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ours = [name for name in PLANNERS if name != "bags"]
-    parser = argparse.ArgumentParser(description="Compare planners on traces; append one run record per pair.")
+    parser = make_parser(__doc__, "planners.jsonl")
     parser.add_argument("--traces", nargs="+", default=list(TRACES), help="workload names, data codes or trace files")
     parser.add_argument("--steps", type=int, default=20, help="first steps of each trace (slow planners: at most 5)")
     parser.add_argument(
@@ -184,14 +180,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"any of {', '.join([*PLANNERS, *REFERENCE_PLANNERS])}, best-bags, or bags:SPEC such as bags:g4n8",
     )
     parser.add_argument("--table", action="store_true", help="print the table of an output file instead of measuring")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "planners.jsonl")
     return parser.parse_args(argv)
-
-
-def _command(argv: Sequence[str] | None) -> str:
-    """The command as it is written from the repository root; paths outside of it are reduced to their names."""
-    words = sys.argv[1:] if argv is None else argv
-    return shlex.join(["python", "benchmarks/planners.py", *(Path(w).name if w.startswith("/") else w for w in words)])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Planning inline against planning ahead, on the demo: how much of a step is spent waiting for a batch and its plan.
 
-    python benchmarks/prefetch.py -o benchmarks/results/prefetch-cpu.jsonl
+    python -m benchmarks.prefetch -o benchmarks/results/prefetch-cpu.jsonl
 
 Trains the demo's model on the demo's files over CPU ranks: a block of steps that load and plan inline, a block of
 `Trainer.fit`, and so on, each by a fresh trainer, so that a change in the machine's speed hits both alike. Values of a
@@ -11,7 +11,6 @@ step beside the trainer's own:
                      wait_seconds, which also has the wait for loading
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 import torch
 import torch.distributed as dist
+from benchmarks.common import make_parser
 
 from knapformer.data import build_demo, read_manifest
 from knapformer.report import RecordWriter, read_records
@@ -30,16 +30,14 @@ from knapformer.train.config import BalancerConfig
 from knapformer.train.demo import demo_config
 from knapformer.train.launch import run_on_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 INLINE, AHEAD = "inline", "prefetch"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare planning inline with planning ahead; write run records.")
+    parser = make_parser(__doc__, "prefetch-cpu.jsonl")
     parser.add_argument("--steps", type=int, default=12, help="steps of a block")
     parser.add_argument("--blocks", type=int, default=3, help="blocks of each way")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "benchmarks" / "results" / "prefetch-cpu.jsonl")
     args = parser.parse_args()
     args.output.unlink(missing_ok=True)
     with TemporaryDirectory() as folder:

@@ -1,29 +1,25 @@
 """What planning ahead of loading saves: tokens that move when samples are read anywhere, or where they will be used.
 
-    python benchmarks/sampler.py -o benchmarks/results/sampler.jsonl
+    python -m benchmarks.sampler -o benchmarks/results/sampler.jsonl
 
 The lengths of a workload are a data set; steps of as many samples as the workload has are dealt to ranks blindly
 (`EpochSampler`) and by plan (`BalancedSampler`), and planned by the balanced planner either way. No timing.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
+from benchmarks.common import ShortRecord, make_parser
 
 from knapformer.data import BalancedSampler, EpochSampler, load_workload
 from knapformer.plan import Cluster, CostModel, Limits, Placement, Sequences, make_planner, measure
-from knapformer.report import RecordWriter
 
 COST = CostModel.from_shapes(3072, 24, gamma=1.25)
 WORKLOADS = ("flux-lowres-32", "flux-mixed-32", "flux-joint-32", "real-mix-32", "video-v50-32")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, "sampler.jsonl")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sampler.jsonl"))
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     for name in WORKLOADS:
         trace = load_workload(name)
         lengths = np.concatenate([row for step in trace.steps for row in step.seq_lens])
@@ -31,8 +27,8 @@ def main() -> None:
         planned = BalancedSampler(lengths, batch, cost=COST, cluster=cluster)
         blind = EpochSampler(len(lengths), batch, world_size=trace.world_size)
         found = []
-        with RecordWriter(arguments.output, name, {"batch": batch, "ranks": trace.world_size}) as record:
-            for step in range(min(arguments.steps, len(blind))):
+        with ShortRecord(args.output, name, {"batch": batch, "ranks": trace.world_size}) as record:
+            for step in range(min(args.steps, len(blind))):
                 samples = blind.global_batch()
                 usual = plan(make_planner("balanced"), lengths, blind.deal(samples), cluster)
                 ahead = plan(planned.planner, lengths, planned.deal(samples), cluster)

@@ -1,6 +1,6 @@
 """The simulator against published figures, and what it says of balancing on clusters we do not have.
 
-    python benchmarks/simulator.py -o benchmarks/results/simulator.jsonl
+    python -m benchmarks.simulator -o benchmarks/results/simulator.jsonl
 
 * `published`: the joint image/video row of KnapFormer (arXiv 2508.06001) on 32 H100, without balancing and with bags
   `g8n4`, with one set of parameters. Given by the publication and its code: gamma 0.49, parameters sharded over 4 ranks
@@ -12,9 +12,10 @@
 * `scale`: seconds to simulate a step of up to 8,192 ranks on this machine.
 """
 
-import argparse
 import time
 from dataclasses import dataclass, replace
+
+from benchmarks.common import ShortRecord, make_parser
 
 from knapformer.plan import make_planner
 from knapformer.report import RecordWriter
@@ -132,14 +133,13 @@ def scale(writer: RecordWriter) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "simulator.jsonl")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("-o", "--output", default="benchmarks/results/simulator.jsonl")
-    arguments = parser.parse_args()
-    config = {"gamma": GAMMA, "token_flops": TOKEN_FLOPS, "step_seconds": STEP_SECONDS, "steps": arguments.steps}
-    with RecordWriter(arguments.output, "simulator", config, "simulated") as writer:
-        published(writer, arguments.steps)
-        speedups(writer, arguments.steps)
+    args = parser.parse_args()
+    config = {"gamma": GAMMA, "token_flops": TOKEN_FLOPS, "step_seconds": STEP_SECONDS, "steps": args.steps}
+    with ShortRecord(args.output, "simulator", config, "simulated") as writer:
+        published(writer, args.steps)
+        speedups(writer, args.steps)
         scale(writer)
 
 

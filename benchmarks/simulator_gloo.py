@@ -1,6 +1,6 @@
 """The simulator against real runs: step times of gloo ranks on this machine, predicted before they are measured.
 
-    python benchmarks/simulator_gloo.py -o benchmarks/results/simulator-gloo.jsonl
+    python -m benchmarks.simulator_gloo -o benchmarks/results/simulator-gloo.jsonl
 
 For each world size a small MMDiT trains under FSDP on made mixes of lengths, with the planners `local`, `bags` and
 `balanced`. What the simulator is told is measured in the same run, on other work than it is asked about:
@@ -14,7 +14,6 @@ cores it should see that balance gains nothing. Reported: median absolute error 
 `local`.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks.common import make_parser
 from torch.multiprocessing.spawn import start_processes
 
 from knapformer import Cluster, Placement, SequenceBalancer, Sequences
@@ -281,19 +281,18 @@ def spawn(world_size: int, folder: str, prices: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "simulator-gloo.jsonl")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], choices=sorted(BAGS))
-    parser.add_argument("-o", "--output", default="benchmarks/results/simulator-gloo.jsonl")
-    arguments = parser.parse_args()
+    args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     errors, ratio_errors, index = [], [], 0
     with tempfile.TemporaryDirectory() as folder:
         packs = spawn(min(2, os.cpu_count() or 1), folder, None)
         prices = fit_prices(packs)
-        config = {"ranks": arguments.ranks, "mixes": MIXES, "bags": BAGS, "cores": os.cpu_count(), "packs": packs}
+        config = {"ranks": args.ranks, "mixes": MIXES, "bags": BAGS, "cores": os.cpu_count(), "packs": packs}
         config |= {"prices": {p: [t.step, t.token, t.per_qk_pair, t.sequence] for p, t in prices.items()}}
-        with RecordWriter(arguments.output, "simulator-gloo", config, "cpu, gloo, 1 thread a rank") as writer:
-            for world_size in arguments.ranks:
+        with RecordWriter(args.output, "simulator-gloo", config, "cpu, gloo, 1 thread a rank") as writer:
+            for world_size in args.ranks:
                 measured = spawn(world_size, folder, prices)
                 known = scenario(world_size, prices, measured)
                 print(

@@ -25,6 +25,7 @@ from benchmarks.reference_planners.rank_sets import Prices, place
 from knapformer.errors import PlanError
 from knapformer.plan import Cluster, CostModel, Limits, Links, Placement, Planner, Sequences, make_planner, measure
 from knapformer.plan.predict import predict
+from knapformer.report import RunRecord, read_records, write_records
 
 LINEAR = CostModel(num_heads=4, token=1, per_qk_pair=0, head_dim=1)  # work is the length; traffic costs thousands of it
 QUICK: list[Planner] = [
@@ -199,20 +200,32 @@ def test_run_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     output = tmp_path / "records" / "planners.jsonl"
     arguments = ["--traces", str(trace), "--steps", "2", "--planners", "local", "lpt", "bags:g2n1", "bags:g3n1"]
     assert benchmark.main([*arguments, "-o", str(output)]) == 0
-    records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [record["planner"] for record in records] == ["local", "lpt", "bags:g2n1", "bags:g3n1"]
-    assert "SpecError" in records[3]["skipped"]
-    assert str(tmp_path) not in output.read_text()
+    (run,) = read_records(output).values()
+    assert [step["planner"] for step in run.steps] == ["local", "lpt", "bags:g2n1", "bags:g3n1"]
+    assert "SpecError" in run.steps[3]["skipped"]
+    assert {"versions", "commit", "processor", "time"} <= run.header["environment"].keys()
     sequences, cluster = Sequences.from_ranks(steps[0]["seq_lens"]), Cluster(2)
     cost = CostModel.from_shapes(256, 4)
-    for record, planner in zip(
-        records, (make_planner("local"), LPTPlanner(), make_planner("bags", "g2n1")), strict=False
+    for step, planner in zip(
+        run.steps, (make_planner("local"), LPTPlanner(), make_planner("bags", "g2n1")), strict=False
     ):
         expected = measure(planner(sequences, cluster, cost), cluster, cost).to_json()
-        assert record["mean"] == pytest.approx(expected)
-        assert record["max"] == pytest.approx(expected)
-        assert (record["schema"], record["steps"], record["trace"]) == (benchmark.SCHEMA, 2, "tiny")
-        assert {"environment", "command"} <= record.keys()
-        assert {"versions", "commit", "processor", "time"} <= record["environment"].keys()
-        assert 0 < record["plan_seconds"]["median"] <= record["plan_seconds"]["p99"]
+        assert step["figures"].keys() == expected.keys() - set(benchmark.ABSOLUTE)
+        for name, figure in step["figures"].items():
+            assert figure == pytest.approx([expected[name]] * 2, rel=1e-6)
+        assert (step["steps"], step["trace"], step["half"]) == (2, "tiny", 0.0)
+        assert 0 < step["plan_seconds"]["median"] <= step["plan_seconds"]["p99"]
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_later_run_replaces_what_it_measures_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = {"seq_lens": [[900, 300], [200]], "text_lens": [[100, 100], [100]]}
+    trace = tmp_path / "tiny.json"
+    trace.write_text(json.dumps({"meta": {"name": "tiny", "world": 2}, "steps": [step] * 3}))
+    output = tmp_path / "planners.jsonl"
+    earlier = {"environment": {}, "command": [], "config": {}}
+    old = [{"step": 0, "trace": "tiny", "planner": name} for name in ("local", "lpt")]
+    write_records(output, [RunRecord("earlier", earlier, old)])
+    assert benchmark.main(["--traces", str(trace), "--steps", "1", "--planners", "local", "-o", str(output)]) == 0
+    kept = {run.name: [step["planner"] for step in run.steps] for run in read_records(output).values()}
+    assert kept.pop("earlier") == ["lpt"] and list(kept.values()) == [["local"]]

@@ -61,11 +61,11 @@ def test_figures_are_those_of_the_records() -> None:
     (group,) = report_data(records(), "t")["groups"]
     local, balanced = group["rows"]
     assert (group["title"], group["baseline"], local["planner"]) == ("w<1>, m", "local", "local")
-    assert local["step_seconds"] == {"mean": 6.75, "half": pytest.approx(12.706 * 0.25)}
+    assert local["step_seconds"] == {"mean": 6.75, "half": pytest.approx(12.706 * 0.25), "least": 6.5, "most": 7.0}
     # Paired by step, then averaged over steps and seeds: not the ratio of means, 2.4545.
     assert balanced["speedup"]["mean"] == pytest.approx(((4 / 2 + 9 / 3) / 2 + (6 / 2 + 8 / 4) / 2) / 2)
     assert balanced["speedup"]["half"] == 0.0
-    assert local["speedup"] == {"mean": 1.0, "half": 0.0}
+    assert local["speedup"] == {"mean": 1.0, "half": 0.0, "least": 1.0, "most": 1.0}
     assert balanced["tokens_per_second"]["mean"] == pytest.approx((200 / 5 + 200 / 6) / 2)
     assert balanced["hfu"]["mean"] == pytest.approx(0.15)
     assert balanced["rank_tokens"]["mean"] == 75 and balanced["token_imbalance"]["mean"] == 1.5
@@ -137,7 +137,7 @@ def test_two_sets_side_by_side() -> None:
     data = compare_data(records(), faster, ("old", "new"))
     (row,) = data["groups"][0]["rows"]
     assert (data["title"], row["planner"]) == ("new against old", "balanced")
-    assert row["speed_ratio"] == {"mean": 2.0, "half": 0.0}
+    assert row["speed_ratio"] == {"mean": 2.0, "half": 0.0, "least": 2.0, "most": 2.0}
     assert (row["step_seconds_before"]["mean"], row["step_seconds_after"]["mean"]) == (2.75, 1.375)
     assert row["loss_difference"]["mean"] == pytest.approx(2.0)  # 1.5 against 0.5 in the second step
     with pytest.raises(DataError, match="in common"):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from knapformer.errors import DataError
-from knapformer.files import read_bytes, write_bytes
+from knapformer.files import read_bytes, write_bytes, write_text
 
 SCHEMA = 1
 _NEEDED = {"run": ("environment", "command", "config"), "step": (), "failure": ("cause",)}
@@ -153,6 +153,11 @@ def read_records(path: str | os.PathLike[str]) -> dict[str, RunRecord]:
         else:
             runs[name].steps.append({k: v for k, v in record.items() if k not in ("schema", "kind", "name")})
     return runs
+
+
+def write_records(path: str | os.PathLike[str], runs: Iterable[RunRecord]) -> Path:
+    """Write a file of these runs, whole; what the file had before is gone."""
+    return write_text(path, "".join(json.dumps(line) + "\n" for run in runs for line in run.lines()))
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunRecord]:

@@ -6,7 +6,7 @@ that they follow from the normal one by the first terms of their expansion in 1 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import Any
@@ -26,25 +26,27 @@ class Estimate:
     Attributes:
         mean: of the seeds' means.
         half: half the width of its 95 % confidence interval; None for one seed.
+        least, most: of the seeds' means.
     """
 
     mean: float
     half: float | None
+    least: float
+    most: float
 
     @classmethod
     def of(cls, seeds: Sequence[float]) -> "Estimate":
         """From one value of each seed."""
-        if len(seeds) < 2:
-            return cls(fmean(seeds), None)
-        return cls(fmean(seeds), t_quantile(len(seeds) - 1) * stdev(seeds) / sqrt(len(seeds)))
+        half = None if len(seeds) < 2 else t_quantile(len(seeds) - 1) * stdev(seeds) / sqrt(len(seeds))
+        return cls(fmean(seeds), half, min(seeds), max(seeds))
 
     @classmethod
     def largest(cls, seeds: Sequence[float]) -> "Estimate":
         """The largest of all seeds, which has no interval."""
-        return cls(max(seeds), None)
+        return cls(max(seeds), None, min(seeds), max(seeds))
 
     def to_json(self) -> dict[str, Any]:
-        return {"mean": self.mean, "half": self.half}
+        return asdict(self)
 
 
 def t_quantile(degrees: int) -> float:

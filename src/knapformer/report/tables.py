@@ -1,6 +1,7 @@
 """Run records to one object of plain data, which every form of a report shows: text, Markdown, HTML and `--json`.
 
-    {"groups": [{"title", "baseline", "rows": [{"planner", "step_seconds": {"mean", "half"}, ...}]}], "failures", ...}
+    {"groups": [{"title", "baseline", "rows": [{"planner", "step_seconds": ESTIMATE, ...}]}], "failures", ...}
+    ESTIMATE: {"mean", "half", "least", "most"}
 
 Runs of a workload and a model are a group, runs of a planner in it a row; seeds are averaged (`report.statistics`).
 A speed-up is the mean over steps of step time of the baseline over that of the planner, in the same step of the same
@@ -134,6 +135,21 @@ def report_data(runs: Sequence[RunRecord], title: str) -> dict[str, Any]:
     }
 
 
+def summaries(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """One run per workload and model with one step per planner: a record small enough to keep, of any number of runs.
+
+    Numbers have seven significant digits. Header: that of the group's first run, without its cell.
+    """
+    found = []
+    for key, planners in grouped(runs).items():
+        group, seeds = _group(*key, planners), next(iter(planners.values()))
+        header = dict(next(iter(seeds.values())).header)
+        header["config"] = {name: value for name, value in group.items() if name != "rows"}
+        steps = [{"step": index, **_short(row)} for index, row in enumerate(group["rows"])]
+        found.append(RunRecord(group["title"], header, steps))
+    return found
+
+
 def compare_data(before: Sequence[RunRecord], after: Sequence[RunRecord], names: tuple[str, str]) -> dict[str, Any]:
     """Two sets of runs side by side: the planners that both have, in the steps and seeds that both have.
 
@@ -181,6 +197,13 @@ def _group(workload: str, model: str, planners: Mapping[str, Mapping[int, RunRec
 def _row(planner: str, pairs: Mapping[int, tuple[RunRecord | None, RunRecord]], columns: Sequence[Column]) -> Any:
     figures = {column.key: column.figure(pairs.values()) for column in columns}
     return {"planner": planner, "seeds": sorted(pairs), **figures}
+
+
+def _short(value: Any) -> Any:
+    """Without figures that are missing, and with seven digits of the others."""
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items() if one is not None}
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _title(workload: str, model: str) -> str:

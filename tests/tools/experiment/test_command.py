@@ -89,6 +89,13 @@ def test_a_simulated_grid_from_dry_run_to_report(tmp_path: Path, capsys: pytest.
     assert status("report", str(tmp_path / "out"), "-o", str(html), "--json") == 0
     assert json.loads(capsys.readouterr().out) | {"title": ""} == data | {"title": ""}
     assert html.read_text().count("<svg") == 3
+    summary = tmp_path / "summary.jsonl"
+    assert status("report", str(tmp_path / "out"), "-o", str(summary)) == 0
+    (group,) = read_records(summary).values()
+    assert [step["planner"] for step in group.steps] == ["local", "g2n2", "balanced"]
+    assert group.steps[2]["speedup"] == pytest.approx(data["groups"][0]["rows"][2]["speedup"], rel=1e-5)
+    assert group.steps[0]["seeds"] == [0, 1] and "versions" in group.header["environment"]
+    assert status("report", str(summary), "--against", str(summary), "-o", str(summary)) == 2
     other = tmp_path / "other"
     assert status("report", str(tmp_path / "out"), "--against", str(tmp_path / "out"), "-o", f"{other}.md") == 0
     assert Path(f"{other}.md").read_text().count("1.000 ± 0.000") == 3
@@ -102,7 +109,7 @@ def test_a_simulated_grid_from_dry_run_to_report(tmp_path: Path, capsys: pytest.
         (["experiment", "tiny", "--engine", "simulate"], "names no cluster"),
         (["report"], "no runs to report on"),
         (["report", "nowhere.jsonl"], "cannot read 'nowhere.jsonl'"),
-        (["report", "x.jsonl", "-o", "x.pdf"], "a name ends in .html or .md"),
+        (["report", "x.jsonl", "-o", "x.pdf"], "a name ends in .html, .md or .jsonl"),
     ],
 )
 def test_errors_are_one_line(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from knapformer.errors import PlanError, SpecError
+from knapformer.report import write_records
 from knapformer.tools.experiment.grid import Cell, Experiment
 from knapformer.tools.experiment.loop import Started, run_cells
 from knapformer.tools.experiment.store import DIED, Store
@@ -57,7 +58,7 @@ def test_a_killed_grid_goes_on_with_the_same_records(tmp_path: Path) -> None:
     assert engine.ran == [cell.name for cell in GRID.cells()][2:]
     assert store.records.read_text().count('"kind": "run"') == 6
     last = list(store.read().values())
-    store._rewrite(last[3:] + last[:3])
+    write_records(store.records, last[3:] + last[:3])
     store.tidy()
     assert content(store) == content(whole)
     engine = Engine()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from knapformer.errors import SpecError
-from knapformer.report.records import RunRecord, read_records
+from knapformer.report.records import RunRecord, read_records, write_records
 from knapformer.tools.experiment.grid import Cell, Experiment
 
 DIED = "a rank ended while this cell ran; its output says why"
@@ -81,13 +81,13 @@ class Store:
                 kept.append(run)
             else:
                 missing.append(cell)
-        self._rewrite(kept)
+        write_records(self.records, kept)
         return missing
 
     def tidy(self) -> None:
         """Put the cells in the grid's order, in which they are not if some were run later."""
         runs = self.read()
-        self._rewrite([runs[cell.name] for cell in self.grid.cells() if cell.name in runs])
+        write_records(self.records, [runs[cell.name] for cell in self.grid.cells() if cell.name in runs])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -105,9 +105,3 @@ class Store:
     def _is(self, run: RunRecord, cell: Cell) -> bool:
         # Through JSON, as the header went, so that tuples are lists.
         return run.header["config"].get("cell") == json.loads(json.dumps(self.labels(cell)))
-
-    def _rewrite(self, runs: list[RunRecord]) -> None:
-        lines = [json.dumps(line) + "\n" for run in runs for line in run.lines()]
-        part = self.records.with_suffix(".part")
-        part.write_text("".join(lines), encoding="utf-8", newline="\n")
-        part.replace(self.records)
