@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 
-from knapformer.cli.train import progress_bar
+from knapformer.cli.train import training_progress
 from knapformer.data import build_demo, read_manifest
 from knapformer.plan.planners import BagsPlanner, make_planner
-from knapformer.report import Comparison, RecordWriter, compare_runs, draw_comparison, read_records
+from knapformer.report import RecordWriter, compare_runs, draw_comparison, read_records
+from knapformer.report.terminal import plain_table
 from knapformer.train import TrainConfig, Trainer
 from knapformer.train.config import BalancerConfig
 from knapformer.train.demo import PROFILE, demo_config
-from knapformer.train.launch import run_on_ranks
+from knapformer.train.launch import device_words, run_on_ranks
 
 UNBALANCED, BALANCED = "unbalanced", "balanced"
 
@@ -78,7 +78,14 @@ def demo(
     if as_json:
         print(json.dumps(result))
         return
-    console.print(_table(comparison))
+    figures = (
+        ("median step time [s]", comparison.step_seconds, "{:.3f}"),
+        ("tokens per second", comparison.tokens_per_second, "{:,.0f}"),
+        ("measured imbalance (busy time, max/mean)", comparison.measured_imbalance, "{:.3f}"),
+        ("modelled imbalance (max/mean)", comparison.modelled_imbalance, "{:.3f}"),
+    )
+    rows = [(name, form.format(values[UNBALANCED]), form.format(values[BALANCED])) for name, values, form in figures]
+    console.print(plain_table("unbalanced against balanced", ("", UNBALANCED, BALANCED), rows))
     console.print(
         f"same batches, same losses: they differ by {comparison.largest_loss_difference:.1e} relative at most\n"
         f"speed-up {comparison.speedup:.2f}; perfect balance of the modelled work: {comparison.ideal_speedup:.2f}\n"
@@ -92,30 +99,13 @@ def _train_both(device: torch.device, config: TrainConfig, balanced: BalancerCon
     trainers = {name: Trainer(one, manifest, device) for name, one in configs.items()}
     writers: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        words = f"{device.type} x {dist.get_world_size()}, {torch.get_num_threads()} thread each"
+        words = device_words(device, dist.get_world_size())
         writers = {name: RecordWriter(record, name, one.to_json(), words) for name, one in configs.items()}
-    with progress_bar() as progress:
-        progress.disable |= quiet
-        task = progress.add_task("training", total=config.train.steps, status="")
+    with training_progress(config.train.steps, quiet=quiet) as (bar, task):
         for step in range(config.train.steps):
             batch = trainers[UNBALANCED].load(step)
             reports = {name: trainer.step(batch) for name, trainer in trainers.items()}
             for name, writer in writers.items():
                 writer.step(step, **reports[name].to_json())
             words = ", ".join(f"{name} {report.seconds:.2f} s" for name, report in reports.items())
-            progress.update(task, advance=1, status=f"loss {reports[BALANCED].loss:.4f}  {words}")
-
-
-def _table(comparison: Comparison) -> Table:
-    table = Table(title="unbalanced against balanced")
-    for column in ("", UNBALANCED, BALANCED):
-        table.add_column(column, justify="right" if column else "left")
-    rows = (
-        ("median step time [s]", comparison.step_seconds, "{:.3f}"),
-        ("tokens per second", comparison.tokens_per_second, "{:,.0f}"),
-        ("measured imbalance (busy time, max/mean)", comparison.measured_imbalance, "{:.3f}"),
-        ("modelled imbalance (max/mean)", comparison.modelled_imbalance, "{:.3f}"),
-    )
-    for name, values, form in rows:
-        table.add_row(name, form.format(values[UNBALANCED]), form.format(values[BALANCED]))
-    return table
+            bar.update(task, advance=1, status=f"loss {reports[BALANCED].loss:.4f}  {words}")

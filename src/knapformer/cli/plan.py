@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 
 from knapformer.data import Trace, cluster_and_cost, load_workload
 from knapformer.plan import Limits, Metrics, make_planner, measure
 from knapformer.plan.planners import default_gamma
+from knapformer.report.terminal import plain_table
 from knapformer.tools.show.picture import draw_plan
 from knapformer.tools.show.view import PlanView
 
@@ -144,20 +144,14 @@ def _figures(metrics: list[Metrics]) -> dict[str, dict[str, float]]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    topology = f" {result['topology']}" if result["topology"] else ""
-    table = Table(
-        title=f"{result['workload']}: {result['ranks']} ranks, planner {result['planner']}{topology}",
-        caption=f"mean over {result['steps']} steps (worst step)",
-    )
-    table.add_column("")
-    table.add_column("at home", justify="right")
-    table.add_column("planned", justify="right")
-    for name in FIGURES:
-        cells = [f"{result[side][name]['mean']:.4g} ({result[side][name]['max']:.4g})" for side in ("before", "after")]
-        table.add_row(name.replace("_", " "), *cells)
-    seconds = result["plan_seconds"]
-    console = Console()
-    console.print(table)
+    def cell(side: str, name: str) -> str:
+        return f"{result[side][name]['mean']:.4g} ({result[side][name]['max']:.4g})"
+
+    rows = [(name.replace("_", " "), cell("before", name), cell("after", name)) for name in FIGURES]
+    title = f"{result['workload']}: {result['ranks']} ranks, planner {result['planner']} {result['topology'] or ''}"
+    caption = f"mean over {result['steps']} steps (worst step)"
+    console, seconds = Console(), result["plan_seconds"]
+    console.print(plain_table(title.rstrip(), ("", "before balancing", "planned"), rows, caption=caption))
     console.print(
         f"planning takes {seconds['median'] * 1e3:.2f} ms a step (99th percentile {seconds['p99'] * 1e3:.2f} ms)"
     )

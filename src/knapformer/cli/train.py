@@ -1,20 +1,23 @@
 """`knapformer train`: train from a configuration file, under torchrun or on ranks started here."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from knapformer.data import GroupSampler, read_manifest
 from knapformer.report import RecordWriter
-from knapformer.train import StepReport, TrainConfig, Trainer, read_config
-from knapformer.train.launch import run_on_ranks
+from knapformer.train import TrainConfig, Trainer, read_config
+from knapformer.train.launch import choose_device, device_words, run_on_ranks
 from knapformer.train.timeline import timeline
 from knapformer.train.trackers import scalars, tensorboard
 
 
-def train(config: Path, *, ranks: int | None = None, device: str | None = None) -> None:
+def train(config: Path, *, ranks: int | None = None, device: Literal["cpu", "cuda"] | None = None) -> None:
     """Train an MMDiT on a folder or manifest of images and videos.
 
     Parameters
@@ -29,39 +32,28 @@ def train(config: Path, *, ranks: int | None = None, device: str | None = None) 
     settings = read_config(config)
     settings.shape()  # errors of the input are raised here, in one line, and not on every rank
     GroupSampler(settings.loader_groups(), read_manifest(settings.data.manifest).ids_by_source())
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    run_on_ranks(_train, (settings,), ranks=ranks or settings.train.ranks, device_type=device_type)
+    run_on_ranks(_train, (settings,), ranks=ranks or settings.train.ranks, device_type=choose_device(device).type)
 
 
-def progress_bar() -> Progress:
-    """The bar of a training run; shown on rank 0 only."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-        disable=dist.get_rank() != 0,
-    )
-
-
-def status(report: StepReport) -> str:
-    """One line about a step."""
-    return f"loss {report.loss:.4f}  {report.seconds:.2f} s  {report.tokens / report.seconds:,.0f} tokens/s"
+@contextmanager
+def training_progress(steps: int, *, quiet: bool = False) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar over the steps of a run, on rank 0 only; its task has a field `status`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    status = TextColumn("{task.fields[status]}")
+    with Progress(*columns, status, disable=quiet or dist.get_rank() != 0) as bar:
+        yield bar, bar.add_task("training", total=steps, status="")
 
 
 def _train(device: torch.device, config: TrainConfig) -> None:
     trainer = Trainer(config, read_manifest(config.data.manifest), device)
-    writer = tracker = None
+    run, writer, tracker = config.train, None, None
     if dist.get_rank() == 0:
-        tracker = tensorboard(config.train.tensorboard) if config.train.tensorboard else None
-        writer = RecordWriter(
-            config.train.record, "train", config.to_json(), f"{device.type} x {dist.get_world_size()}"
-        )
-    with progress_bar() as progress, timeline(config.train.timeline, dist.get_rank()) as next_step:
-        task = progress.add_task("training", total=config.train.steps, status="")
+        tracker = tensorboard(run.tensorboard) if run.tensorboard else None
+        writer = RecordWriter(run.record, "train", config.to_json(), device_words(device, dist.get_world_size()))
+    with training_progress(run.steps) as (bar, task), timeline(run.timeline, dist.get_rank()) as next_step:
         for step, report in trainer.fit():
-            progress.update(task, completed=step + 1, status=status(report))
+            speed = f"{report.seconds:.2f} s  {report.tokens / report.seconds:,.0f} tokens/s"
+            bar.update(task, completed=step + 1, status=f"loss {report.loss:.4f}  {speed}")
             if writer:
                 writer.step(step, **report.to_json())
             if tracker:

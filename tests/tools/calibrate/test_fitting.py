@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from knapformer.data.profile import PHASES, Timing
 from knapformer.errors import CalibrationError
-from knapformer.tools.calibrate.fitting import additivity, fit_laws, isotonic, non_negative
+from knapformer.tools.calibrate.fitting import additivity, fit_laws, isotonic
 from tests.data.profiles import FLOPS, HEADS, TRUE, samples_of
 
 
@@ -55,23 +55,6 @@ def test_the_simplest_law_that_predicts_as_well_is_recommended():
     assert fits["two_term"].worst_error < 1e-9
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
-def test_non_negative_least_squares_is_optimal(seed, num_columns):
-    """Kuhn and Tucker: no gradient where a price is positive, and none that asks for more where it is zero."""
-    rng = np.random.default_rng(seed)
-    columns, target = rng.standard_normal((9, num_columns)), rng.standard_normal(9)
-    try:
-        found = non_negative(columns, target)
-    except CalibrationError:
-        assert (columns.T @ target <= 1e-9).all()
-        return
-    gradient = columns.T @ (target - columns @ found)
-    assert (found >= 0).all() and (gradient <= 1e-8).all() and np.abs(gradient[found > 0]).max() < 1e-8
-    plain = np.linalg.lstsq(columns, target)[0]
-    assert (plain >= 0).all() or not np.allclose(plain, found)  # plain least squares would not pass
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 5)), min_size=1, max_size=12))
 def test_isotonic(entries):
@@ -102,10 +85,6 @@ def test_measurements_that_determine_nothing_are_refused():
     zero = replace(samples[0], attention=dict.fromkeys(PHASES, Timing(0.0, 0, 0)))
     with pytest.raises(CalibrationError, match=r"attention of lengths \(64,\), forward: 0.0 s; times must be positive"):
         fit_laws([zero, *samples[1:]], HEADS, FLOPS)
-    with pytest.raises(CalibrationError, match="not finite"):
-        non_negative(np.array([[np.nan]]), np.ones(1))
-    with pytest.raises(CalibrationError, match="no positive prices"):
-        non_negative(np.ones((3, 1)), -np.ones(3))
 
 
 def test_noise_of_a_few_percent_does_not_spoil_the_fit():

@@ -1,5 +1,6 @@
 """Replay does what the placement says: every rank's tokens and attention rows, with copies for exchanges."""
 
+import json
 from collections import defaultdict
 from unittest import mock
 
@@ -9,12 +10,13 @@ import torch
 
 from knapformer.attention.kernels import KERNELS, Segments, register_kernel
 from knapformer.attention.kernels.sdpa import sdpa_loop
+from knapformer.data.trace import decode_trace
 from knapformer.errors import SpecError
 from knapformer.models import MMDiT, MMDiTConfig
 from knapformer.plan import Placement, Sequences, Shards, make_planner
 from knapformer.plan.cluster import Cluster
 from knapformer.plan.cost import CostModel
-from knapformer.tools.replay.replay import Replayed, replay, scaled
+from knapformer.tools.replay.replay import Replay, Replayed, ReplayShape, replay_model, scaled
 
 SEQUENCES = Sequences.from_ranks([[37, 5], [], [11]], [[3, 5], [], [0]])
 DEVICE = torch.device("cpu")
@@ -54,7 +56,7 @@ def test_each_rank_attends_its_area_and_has_its_tokens(placement: Placement) -> 
 
     with mock.patch.dict(KERNELS), mock.patch.object(model, "forward", noted):
         register_kernel("spy", spy)
-        result = replay(placement, model, DEVICE, repeats=1, kernel="spy")
+        result = Replay(model, DEVICE, repeats=1, kernel="spy")(placement)
     # Each rank runs twice, once for warm-up; the model has two layers.
     assert tokens == np.repeat(placement.tokens(), 2).tolist()
     assert [area[i] for i in range(6)] == np.repeat(2 * placement.area(), 2).tolist()
@@ -68,10 +70,19 @@ def test_figures_of_a_replay() -> None:
 
 
 def test_lengths_are_scaled_and_keep_a_visual_token() -> None:
-    lens, texts = scaled([np.array([100, 7]), np.array([], dtype=np.int64)], [np.array([20, 6]), np.array([])], 10)
-    assert [row.tolist() for row in lens] == [[10, 1], []]
-    assert [row.tolist() for row in texts] == [[2, 0], []]
+    step = {"seq_lens": [[100, 7], []], "text_lens": [[20, 6], []]}
+    trace = decode_trace(json.dumps({"meta": {"world": 2}, "steps": [step]}).encode(), origin="here")
+    sequences = scaled(trace, 0, 10)
+    assert (sequences.length.tolist(), sequences.text_length.tolist()) == ([10, 1], [2, 0])
     with pytest.raises(SpecError, match="scale is 0"):
-        scaled([], [], 0)
+        scaled(trace, 0, 0)
     with pytest.raises(SpecError, match="repeats is 0"):
-        replay(_uneven(), MMDiT(MMDiTConfig.tiny()), DEVICE, repeats=0)
+        Replay(MMDiT(MMDiTConfig.tiny()), DEVICE, repeats=0)
+
+
+def test_a_shape_is_the_device_s_but_for_what_is_given() -> None:
+    shape = ReplayShape.of(DEVICE, {"width": 64, "num_heads": 2, "scale": None})
+    assert shape == ReplayShape(64, 2, 1, 1, 16.0)
+    model = replay_model(shape, DEVICE)
+    assert (model.config.width, model.config.num_heads, sum(model.config.axes_dims)) == (64, 2, 32)
+    assert ReplayShape.of(torch.device("cuda"), {}).width == 3072

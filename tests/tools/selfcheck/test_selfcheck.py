@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from knapformer.cli.app import run
 from knapformer.errors import SpecError
+from knapformer.tools.selfcheck.models import diffusers_batch, load_model
 from knapformer.tools.selfcheck.selfcheck import selfcheck
-from knapformer.tools.selfcheck.subjects import diffusers_batch, load_subject
 from tests.ranks import run_ranks
 
 EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "packed_batch.py")
@@ -60,7 +60,7 @@ def check(rank, world_size, name, dtype=torch.float32):
     elif name == "TinyDiT":
         model = TinyDiT()
     else:
-        model = load_subject(name)
+        model = load_model(name)
     return selfcheck(model.to(dtype), torch.device("cpu"), length=60)
 
 
@@ -130,11 +130,11 @@ def test_models_that_cannot_be_found_are_named(tmp_path, capsys):
         "no.such.module:x": "cannot import",
         f"{EXAMPLE}:Missing": "nothing called 'Missing'",
         f"{tmp_path / 'x.py'}:f": "there is no file",
-        str(tmp_path): "holds no model",
+        str(tmp_path): "cannot read",
         "builtins:dict": "made a dict",
     }.items():
         with pytest.raises(SpecError, match=message):
-            load_subject(name)
+            load_model(name)
     assert run(["selfcheck", "--model", "nothing"]) == 2
     with pytest.raises(SpecError, match="Linear has no method example"):
         diffusers_batch(torch.nn.Linear(2, 2), [3], [torch.Generator()])

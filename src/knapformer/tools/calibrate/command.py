@@ -9,17 +9,16 @@ import torch
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from knapformer.data.profile import FITS, PHASES, Profile
 from knapformer.errors import SpecError
 from knapformer.report import RecordWriter
-from knapformer.tools.calibrate.page import draw_fits, write_fits_page
+from knapformer.report.terminal import plain_table
+from knapformer.tools.calibrate.layers import make_layers
+from knapformer.tools.calibrate.page import draw_fits, fit_rows, write_fits_page
 from knapformer.tools.calibrate.run import Budget, calibrate
-from knapformer.tools.calibrate.subjects import make_subject
 from knapformer.train import read_config
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+from knapformer.train.launch import choose_device
 
 
 def command(
@@ -79,9 +78,7 @@ def command(
         Print one JSON object and nothing else.
     """
     start = time.perf_counter()
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise SpecError("device is cuda, but this machine has no CUDA device that torch can use; use --device cpu")
+    chosen = choose_device(device)
     if threads < 1 or not seconds > 0:
         raise SpecError(f"threads is {threads} and seconds {seconds}; give at least one thread and a positive time")
     big = chosen.type == "cuda"
@@ -94,12 +91,13 @@ def command(
         kernel = kernel or settings.balancer.kernel
         dtype = dtype or (None if settings.train.precision == "auto" else settings.train.precision)
     torch.set_num_threads(threads)
-    subject = make_subject(block, **sizes, dtype=DTYPES[dtype or ("bfloat16" if big else "float32")], device=chosen)
+    precision = getattr(torch, dtype or ("bfloat16" if big else "float32"))
+    layers = make_layers(block, **sizes, dtype=precision, device=chosen)
     console = Console(quiet=as_json)
     with Progress(console=console, disable=as_json) as progress:
         task = progress.add_task("measuring", total=1.0)
         profile = calibrate(
-            subject,
+            layers,
             lengths=(shortest, longest or (32_768 if big else 4096)),
             kernel=kernel,
             budget=Budget(seconds=seconds),
@@ -121,7 +119,8 @@ def command(
     if as_json:
         print(json.dumps(result))
         return
-    console.print(_table(profile))
+    title = f"{profile.name}: laws and their error on packs they were not fitted to"
+    console.print(plain_table(title, *fit_rows(profile)))
     console.print(f"use {profile.recommended}; profile {out}, figure {picture}, page {page}")
 
 
@@ -156,14 +155,3 @@ def _write_record(profile: Profile, path: Path, config: dict[str, Any]) -> Path:
                 i, lengths=list(sample.lengths), held_out=sample.held_out, runs=sample.runs, **measured, **modelled
             )
     return path
-
-
-def _table(profile: Profile) -> Table:
-    table = Table(title=f"{profile.name}: laws and their error on packs they were not fitted to")
-    for column in ("law", "gamma", "mean", "worst", *PHASES):
-        table.add_column(column, justify="left" if column == "law" else "right")
-    for name in FITS:
-        fit = profile.fits[name]
-        errors = (fit.mean_error, fit.worst_error, *(fit.phase_error[phase] for phase in PHASES))
-        table.add_row(name, f"{fit.gamma:.3f}", *(f"{error:.1%}" for error in errors))
-    return table

@@ -11,17 +11,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from knapformer.data.profile import PHASES, Flops
-from knapformer.tools.calibrate.subjects import Subject
+from knapformer.tools.calibrate.layers import Layers
 
 _LENGTHS = (64, 128, 256)
 
 
-def count_flops(subject: Subject) -> dict[str, Flops]:
-    """FLOP of one layer by phase, wherever the subject is."""
-    counted = copy(subject)
-    counted.module = deepcopy(subject.module).to("meta")
+def count_flops(layers: Layers) -> dict[str, Flops]:
+    """FLOP of one layer by phase, wherever the layers are."""
+    counted = copy(layers)
+    counted.module = deepcopy(layers.module).to("meta")
     counts = np.array([_count(counted, length) for length in _LENGTHS])
-    columns = np.array([(1, length, subject.shape.num_heads * length**2) for length in _LENGTHS], dtype=np.float64)
+    columns = np.array([(1, length, layers.shape.num_heads * length**2) for length in _LENGTHS], dtype=np.float64)
     # Counts are whole numbers of FLOP, and so are the prices, but for layers counted together.
     prices = np.linalg.solve(columns, counts).round(3).T.tolist()
     return {
@@ -30,13 +30,13 @@ def count_flops(subject: Subject) -> dict[str, Flops]:
     }
 
 
-def _count(subject: Subject, length: int) -> list[float]:
+def _count(layers: Layers, length: int) -> list[float]:
     """FLOP per layer by phase."""
-    layout = subject.layout((length,), "sdpa_loop")
-    inputs = subject.inputs(layout)
+    layout = layers.layout((length,), "sdpa_loop")
+    inputs = layers.inputs(layout)
     with FlopCounterMode(display=False) as forward:
-        output = subject.run(layout, *inputs)
+        output = layers.run(layout, *inputs)
     with FlopCounterMode(display=False) as backward:
-        torch.autograd.grad(output, subject.leaves(inputs), torch.empty_like(output), allow_unused=True)
+        torch.autograd.grad(output, layers.leaves(inputs), torch.empty_like(output), allow_unused=True)
     totals = [forward.get_total_flops(), forward.get_total_flops(), backward.get_total_flops()]
-    return [total / subject.shape.num_layers for total in totals]
+    return [total / layers.shape.num_layers for total in totals]

@@ -18,8 +18,8 @@ from knapformer.data.profile import PHASES, MeasuredPack, Profile, Timing
 from knapformer.report import environment
 from knapformer.tools.calibrate.fitting import additivity, fit_laws
 from knapformer.tools.calibrate.flops import count_flops
+from knapformer.tools.calibrate.layers import Layers
 from knapformer.tools.calibrate.packs import Pack, choose_packs
-from knapformer.tools.calibrate.subjects import Subject
 from knapformer.tools.calibrate.timing import Clock, time_pack
 
 FASTER_HALF = 0.25
@@ -45,7 +45,7 @@ class Budget:
 
 
 def calibrate(
-    subject: Subject,
+    layers: Layers,
     *,
     lengths: tuple[int, int] = (64, 4096),
     kernel: str | None = None,
@@ -53,10 +53,10 @@ def calibrate(
     name: str = "profile",
     progress: Callable[[float], None] = lambda share: None,
 ) -> Profile:
-    """Measure a subject and fit its costs.
+    """Measure layers and fit their costs.
 
     Args:
-        subject: the layers.
+        layers: to measure.
         lengths: shortest and longest sequence [tokens].
         kernel: attention kernel; default as in training.
         budget: how long to measure.
@@ -66,18 +66,18 @@ def calibrate(
     Raises:
         CalibrationError: if measurements determine no prices.
     """
-    kernel = kernel_name(subject, kernel)
+    kernel = kernel_name(layers, kernel)
     packs = choose_packs(*lengths)
-    runs = _measure(subject, packs, kernel, budget or Budget(), progress)
+    runs = _measure(layers, packs, kernel, budget or Budget(), progress)
     samples = [_sample(pack, of_pack) for pack, of_pack in zip(packs, runs, strict=True)]
-    flops = count_flops(subject)
-    fits, recommended = fit_laws(samples, subject.shape.num_heads, flops)
+    flops = count_flops(layers)
+    fits, recommended = fit_laws(samples, layers.shape.num_heads, flops)
     return Profile(
         name=name,
-        device=describe_device(subject.device),
+        device=describe_device(layers.device),
         versions=environment()["versions"],
         kernel=kernel,
-        shape=subject.shape,
+        shape=layers.shape,
         flops=flops,
         fits=fits,
         recommended=recommended,
@@ -93,21 +93,21 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     return {"type": device.type, "name": environment()["processor"], "threads": torch.get_num_threads()}
 
 
-def kernel_name(subject: Subject, kernel: str | None) -> str:
+def kernel_name(layers: Layers, kernel: str | None) -> str:
     """Name of the kernel that attention runs by. Raises as `choose_kernel` does."""
-    chosen = choose_kernel(kernel, subject.device, subject.dtype, head_dim=subject.shape.head_dim)
+    chosen = choose_kernel(kernel, layers.device, layers.dtype, head_dim=layers.shape.head_dim)
     return next(name for name, registered in KERNELS.items() if registered.kernel is chosen)
 
 
 def _measure(
-    subject: Subject, packs: list[Pack], kernel: str | None, budget: Budget, progress: Callable[[float], None]
+    layers: Layers, packs: list[Pack], kernel: str | None, budget: Budget, progress: Callable[[float], None]
 ) -> list[Runs]:
     """Runs of each pack."""
-    clock = Clock(subject.device)
-    layouts = [subject.layout(pack.lengths, kernel) for pack in packs]
+    clock = Clock(layers.device)
+    layouts = [layers.layout(pack.lengths, kernel) for pack in packs]
     typical = []
     for layout in layouts:  # warm-up: kernels are chosen and buffers allocated
-        typical.append(sum(time_pack(subject, layout, clock)[0].values()) * subject.shape.num_layers)
+        typical.append(sum(time_pack(layers, layout, clock)[0].values()) * layers.shape.num_layers)
     runs: list[Runs] = [[] for _ in packs]
     rng = np.random.default_rng(0)
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def _measure(
         progress(min(gone, 1.0))
         for i in rng.permutation(len(packs)):
             repeats = int(np.clip(budget.seconds / 500 / typical[i], 1, budget.repeats))
-            runs[i] += [time_pack(subject, layouts[i], clock) for _ in range(repeats)]
+            runs[i] += [time_pack(layers, layouts[i], clock) for _ in range(repeats)]
     return runs
 
 

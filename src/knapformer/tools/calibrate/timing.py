@@ -4,11 +4,9 @@
 
 Attention is timed where it runs, inside the layer: the layout's `attend` is wrapped, and identities before and after it
 in the graph mark when its backward begins (the gradient of its output is there) and ends (those of q, k and v are).
-On CUDA, marks are events of the stream, read once all is done; on CPU they are readings of a clock: of the CPU time of
-the thread where torch has one thread, else of wall time.
+What a mark is: `knapformer.train.clock`.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,34 +15,8 @@ from torch import Tensor
 
 from knapformer.attention import Layout
 from knapformer.data.profile import PHASES
-from knapformer.tools.calibrate.subjects import Subject
-
-
-class Clock:
-    """Marks points in time, and says how far they lie apart."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
-        # One thread's own time leaves out what other programs take; the work of several only wall time sees.
-        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def mark(self) -> Any:
-        """A point in the work given to the device so far."""
-        if not self._cuda:
-            return self._now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def settle(self) -> None:
-        """Wait until the device is idle."""
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
-
-    def seconds(self, start: Any, stop: Any) -> float:
-        """Time between two marks; call `settle` before."""
-        return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
+from knapformer.tools.calibrate.layers import Layers
+from knapformer.train.clock import Clock
 
 
 class _Span(torch.autograd.Function):
@@ -88,14 +60,14 @@ class TimedLayout:
         return total
 
 
-def time_pack(subject: Subject, layout: Layout, clock: Clock) -> tuple[dict[str, float], dict[str, float]]:
+def time_pack(layers: Layers, layout: Layout, clock: Clock) -> tuple[dict[str, float], dict[str, float]]:
     """Run the layers on random inputs once.
 
     Returns:
         Seconds per layer by phase: of the layers, and of the attention in them.
     """
     timed: Any = TimedLayout(layout, clock)  # stands in for the layout
-    inputs = subject.inputs(layout)
+    inputs = layers.inputs(layout)
 
     def timed_call(call: Callable[[], Tensor], *kinds: str) -> tuple[float, float, Tensor]:
         clock.settle()
@@ -106,15 +78,15 @@ def time_pack(subject: Subject, layout: Layout, clock: Clock) -> tuple[dict[str,
         return clock.seconds(start, stop), timed.seconds(*kinds), result
 
     def backward() -> Tensor:
-        return torch.autograd.grad(output, subject.leaves(inputs), gradient, allow_unused=True)[0]
+        return torch.autograd.grad(output, layers.leaves(inputs), gradient, allow_unused=True)[0]
 
     with torch.no_grad():
-        forward_s = timed_call(lambda: subject.run(timed, *inputs), "start", "stop")
-    *recompute_s, output = timed_call(lambda: subject.run(timed, *inputs), "start", "stop")
+        forward_s = timed_call(lambda: layers.run(timed, *inputs), "start", "stop")
+    *recompute_s, output = timed_call(lambda: layers.run(timed, *inputs), "start", "stop")
     gradient = torch.randn_like(output)
     backward_s = timed_call(backward, "grad_start", "grad_stop")
     both = [forward_s, recompute_s, backward_s]
-    per = subject.shape.num_layers
+    per = layers.shape.num_layers
     return (
         {phase: seconds[0] / per for phase, seconds in zip(PHASES, both, strict=True)},
         {phase: seconds[1] / per for phase, seconds in zip(PHASES, both, strict=True)},

@@ -100,12 +100,9 @@ def _torchrun(store: Store, arguments: list[str], as_json: bool) -> None:
     from knapformer.tools.experiment.trained import prepare_data
 
     if current_launch():
-        import torch
+        from knapformer.train.launch import choose_device, run_on_ranks
 
-        from knapformer.train.launch import run_on_ranks
-
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        run_on_ranks(_train_on_rank, (store,), ranks=1, device_type=device_type)
+        run_on_ranks(_train_on_rank, (store,), ranks=1, device_type=choose_device().type)
         return
     check_ranks(store.grid)
     with store.locked():

@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from knapformer.errors import KnapFormerError
+from knapformer.plan import Metrics, Placement
 from knapformer.report.records import RecordWriter
 from knapformer.tools.experiment.grid import Cell
 from knapformer.tools.experiment.store import Store
@@ -34,10 +35,19 @@ class Started:
     steps: Iterator[dict[str, Any]]
 
 
-class Engine(Protocol):
-    """Runs cells."""
+Engine = Callable[[Cell], Started]
+"""Starts a cell."""
 
-    def __call__(self, cell: Cell) -> Started: ...
+
+def placement_figures(placement: Placement, metrics: Metrics) -> dict[str, Any]:
+    """What a step records of how it was planned."""
+    return {
+        "modelled_imbalance": metrics.time_imbalance,
+        "tokens": placement.sequences.num_tokens,
+        "rank_tokens": placement.tokens().tolist(),
+        "split_traffic": metrics.split_traffic,
+        "routed_fraction": metrics.routed_fraction,
+    }
 
 
 def run_cells(

@@ -14,7 +14,7 @@ from knapformer.data import Trace
 from knapformer.errors import SpecError
 from knapformer.plan import measure
 from knapformer.tools.experiment.grid import Cell, Experiment
-from knapformer.tools.experiment.loop import Started
+from knapformer.tools.experiment.loop import Started, placement_figures
 from knapformer.tools.simulate.presets import named_workload
 from knapformer.tools.simulate.scenario import Scenario, model_of
 
@@ -46,19 +46,15 @@ class SimulateEngine:
             sequences = trace.sequences(index)
             placement = planner(sequences, scenario.cluster, cost)
             work = scenario.work(placement)
-            timeline, metrics = scenario.time(work), measure(placement, scenario.cluster, cost)
+            timeline = scenario.time(work)
             yield {
                 "seconds": float(timeline.end.max()),
                 "busy_seconds": [float(f"{seconds:.6g}") for seconds in timeline.busy],
                 "waiting_seconds": _total(timeline.waiting),
                 "exposed_seconds": _total(timeline.exposed),
                 "measured_imbalance": float(timeline.busy.max() / timeline.busy.mean()),
-                "modelled_imbalance": metrics.time_imbalance,
-                "tokens": sequences.num_tokens,
-                "rank_tokens": placement.tokens().tolist(),
+                **placement_figures(placement, measure(placement, scenario.cluster, cost)),
                 "flop": scenario.flop(sequences, recompute=True),
-                "split_traffic": metrics.split_traffic,
-                "routed_fraction": metrics.routed_fraction,
                 "peak_memory_bytes": float(scenario.memory(work).max()),
             }
 

@@ -5,8 +5,8 @@ is built in the run directory. The grid replaces its steps, its seed and its pla
 planners take the same batches from the same weights.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from knapformer.tools.experiment.store import Store
 from knapformer.train import TrainConfig, Trainer, read_config
 from knapformer.train.config import ModelConfig
 from knapformer.train.demo import demo_config
+from knapformer.train.launch import device_words
 
 
 def cell_config(grid: Experiment, cell: Cell, folder: Path) -> TrainConfig:
@@ -64,23 +65,13 @@ def prepare_data(grid: Experiment, folder: Path) -> None:
         cell_config(grid, cell, folder).shape()
 
 
-class TrainEngine:
-    """Trains cells of a grid on all ranks. Collective."""
-
-    def __init__(self, grid: Experiment, folder: Path, device: torch.device) -> None:
-        self.grid, self.folder, self.device = grid, folder, device
-
-    def __call__(self, cell: Cell) -> Started:
-        config = cell_config(self.grid, cell, self.folder)
-        if (ranks := dist.get_world_size()) != self.grid.num_ranks:
-            raise SpecError(f"grid {self.grid.name!r} is for {self.grid.num_ranks} ranks, {ranks} were started")
-        trainer = Trainer(config, read_manifest(config.data.manifest), self.device)
-        words = torch.cuda.get_device_name() if self.device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
-        return Started(config.to_json(), f"{words} x {ranks}", self._steps(trainer))
-
-    def _steps(self, trainer: Trainer) -> Iterator[dict[str, Any]]:
-        for _, report in trainer.fit():
-            yield report.to_json()
+def train_cell(grid: Experiment, folder: Path, device: torch.device, cell: Cell) -> Started:
+    """Train a cell of a grid on all ranks. Collective."""
+    config = cell_config(grid, cell, folder)
+    if (ranks := dist.get_world_size()) != grid.num_ranks:
+        raise SpecError(f"grid {grid.name!r} is for {grid.num_ranks} ranks, {ranks} were started")
+    trainer = Trainer(config, read_manifest(config.data.manifest), device)
+    return Started(config.to_json(), device_words(device, ranks), (report.to_json() for _, report in trainer.fit()))
 
 
 def train_cells(device: torch.device, store: Store, launch: str, on_step: Any) -> None:
@@ -108,5 +99,5 @@ def train_cells(device: torch.device, store: Store, launch: str, on_step: Any) -
         dist.broadcast_object_list(found)
         if isinstance(found[0], KnapFormerError):
             raise found[0]
-        engine = TrainEngine(store.grid, store.folder, device)
+        engine = partial(train_cell, store.grid, store.folder, device)
         run_cells(store, found[0], engine, writes=first, alone=dist.get_world_size() == 1, on_step=on_step)

@@ -3,19 +3,19 @@
 import json
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import torch
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
 from knapformer.data import Profile
-from knapformer.plan import Cluster, CostModel, Placement, Sequences, make_planner, measure
+from knapformer.plan import Cluster, CostModel, make_planner, measure
 from knapformer.report import RecordWriter
-from knapformer.tools.replay.replay import CPU_SHAPE, FLUX_SHAPE, Replayed, replay_model, scaled
-from knapformer.tools.replay.replay import replay as replay_placement
+from knapformer.report.terminal import plain_table
+from knapformer.tools.replay.replay import Replay, Replayed, ReplayShape, replay_model, scaled
 from knapformer.tools.simulate.presets import named_workload
+from knapformer.train.launch import choose_device, device_words
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
     topology: str | None = None,
     ranks: int | None = None,
     steps: int = 1,
-    device: str | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     width: int | None = None,
     heads: int | None = None,
     double: int | None = None,
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Run each rank's share of a step one after the other on this device; report measured imbalance and step time.
 
-    Work is done as placed, at home and planned; exchanges are copies. On a CPU the model and the lengths are small by
+    Work is done before balancing and as planned; exchanges are copies. On a CPU the model and the lengths are small by
     default.
 
     Parameters
@@ -71,17 +71,13 @@ def command(
     as_json
         Print one JSON object and nothing else.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    defaults = FLUX_SHAPE if where.type == "cuda" else CPU_SHAPE
-    width, heads, double, single = (
-        default if value is None else value
-        for value, default in zip((width, heads, double, single), defaults[:4], strict=True)
-    )
-    scale = defaults[4] if scale is None else scale
+    where = choose_device(device)
+    given = {"width": width, "num_heads": heads, "num_double": double, "num_single": single, "scale": scale}
+    shape = ReplayShape.of(where, given)
     trace = named_workload(workload, world_size=ranks, num_steps=steps)
-    model = replay_model(width, heads, double, single, where)
-    half = torch.bfloat16 if where.type == "cuda" else None
-    cost = Profile.load(profile).cost_model() if profile else CostModel.from_shapes(width, heads, gamma=gamma)
+    replay = Replay(replay_model(shape, where), where, repeats=repeats)
+    fallback = CostModel.from_shapes(shape.width, shape.num_heads, gamma=gamma)
+    cost = Profile.load(profile).cost_model() if profile else fallback
     cluster = Cluster(trace.world_size, trace.meta.get("ranks_per_node"))
     plans = {
         "local": make_planner("local"),
@@ -89,35 +85,33 @@ def command(
     }
     measured: dict[str, list[Replayed]] = {name: [] for name in plans}
     modelled: dict[str, list[float]] = {name: [] for name in plans}
-    for step in trace.steps:
-        lens, texts = scaled(step.seq_lens, step.text_lens, scale)
-        sequences = Sequences.from_ranks(lens, texts if trace.meta.get("text", "joint") == "joint" else None)
+    for index in range(trace.num_steps):
+        sequences = scaled(trace, index, shape.scale)
         for name, plan in plans.items():
-            placement: Placement = plan(sequences, cluster, cost)
+            placement = plan(sequences, cluster, cost)
             modelled[name].append(measure(placement, cluster, cost).time_imbalance)
-            measured[name].append(replay_placement(placement, model, where, repeats=repeats, autocast=half))
-    words = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu, 1 thread"
+            measured[name].append(replay(placement))
     settings: dict[str, Any] = {
         "workload": trace.name,
         "ranks": trace.world_size,
         "steps": trace.num_steps,
         "planner": plans["planned"].name,
         "topology": topology,
-        "device": words,
-        "width": width,
-        "heads": heads,
-        "blocks": [double, single],
-        "scale": scale,
+        "device": device_words(where),
+        "width": shape.width,
+        "heads": shape.num_heads,
+        "blocks": [shape.num_double, shape.num_single],
+        "scale": shape.scale,
     }
     result = settings | {name: _figures(measured[name], modelled[name]) for name in plans}
     result["speedup"] = result["local"]["step_seconds"] / result["planned"]["step_seconds"]
     if record is not None:
-        with RecordWriter(record, f"replay-{trace.name}-{result['planner']}", settings, words) as writer:
+        with RecordWriter(record, f"replay-{trace.name}-{result['planner']}", settings, settings["device"]) as writer:
             writer.step(0, **{key: value for key, value in result.items() if key not in settings})
     if as_json:
         print(json.dumps(result))
     else:
-        _print(result)
+        Console().print(_table(result))
 
 
 def _figures(replays: list[Replayed], modelled: list[float]) -> dict[str, Any]:
@@ -129,20 +123,17 @@ def _figures(replays: list[Replayed], modelled: list[float]) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any]) -> None:
-    topology = f" {result['topology']}" if result["topology"] else ""
-    table = Table(
-        title=f"{result['workload']}, {result['ranks']} ranks replayed on {result['device']}, planner "
-        f"{result['planner']}{topology}",
-        caption=f"mean of {result['steps']} steps; lengths over {result['scale']:g}; speed-up {result['speedup']:.3f}",
-    )
-    table.add_column("")
-    for name in ("at home", "planned"):
-        table.add_column(name, justify="right")
-    for title, key in (
+def _table(result: dict[str, Any]) -> Table:
+    named = (
         ("slowest rank, which dictates the step, seconds", "step_seconds"),
         ("measured imbalance (max/mean)", "imbalance"),
         ("modelled imbalance (max/mean)", "modelled_imbalance"),
-    ):
-        table.add_row(title, f"{result['local'][key]:.4g}", f"{result['planned'][key]:.4g}")
-    Console().print(table)
+    )
+    rows = [(title, f"{result['local'][key]:.4g}", f"{result['planned'][key]:.4g}") for title, key in named]
+    return plain_table(
+        f"{result['workload']}, {result['ranks']} ranks replayed on {result['device']}, planner "
+        f"{result['planner']} {result['topology'] or ''}".rstrip(),
+        ("", "before balancing", "planned"),
+        rows,
+        caption=f"mean of {result['steps']} steps; lengths over {result['scale']:g}; speed-up {result['speedup']:.3f}",
+    )

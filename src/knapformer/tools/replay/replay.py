@@ -10,9 +10,8 @@ The slowest rank dictates the step:
 It does not measure links, waiting inside a layer, or collectives of parameters; `tools.simulate` models these.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -21,13 +20,33 @@ import torch
 from torch import Tensor
 
 from knapformer.attention import Layout, Segments, choose_kernel
+from knapformer.data import Trace
 from knapformer.errors import SpecError
 from knapformer.models import MMDiT, MMDiTConfig
-from knapformer.plan import Placement, attention_exchange
+from knapformer.plan import Placement, Sequences, attention_exchange
+from knapformer.train.clock import Clock
 
-CPU_SHAPE = (256, 4, 1, 1, 16.0)
-FLUX_SHAPE = (3072, 24, 1, 1, 1.0)
-"""Width, heads, double and single blocks, and what lengths are divided by, where the user does not say."""
+
+@dataclass(frozen=True, slots=True)
+class ReplayShape:
+    """The MMDiT to replay with, and what lengths are divided by.
+
+    Attributes:
+        width, num_heads, num_double, num_single: of the model.
+        scale: lengths are divided by it, for small devices.
+    """
+
+    width: int
+    num_heads: int
+    num_double: int
+    num_single: int
+    scale: float
+
+    @classmethod
+    def of(cls, device: torch.device, given: Mapping[str, Any]) -> "ReplayShape":
+        """By default FLUX's blocks, one of each kind, on CUDA; a small model and short lengths on a CPU."""
+        default = cls(3072, 24, 1, 1, 1.0) if device.type == "cuda" else cls(256, 4, 1, 1, 16.0)
+        return replace(default, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,67 +70,81 @@ class Replayed:
         return max(self.seconds)
 
 
-def replay(
-    placement: Placement,
-    model: MMDiT,
-    device: torch.device,
-    *,
-    repeats: int = 3,
-    kernel: str | None = None,
-    autocast: torch.dtype | None = None,
-) -> Replayed:
-    """Measure every rank's share of a placement.
+class Replay:
+    """Measures every rank's share of placements.
 
     Args:
-        placement: of one step.
         model: on `device`; row cuts are scaled to its number of heads.
-        device: where to run.
-        repeats: measurements of each rank, after one for warm-up.
+        device: where to run, in bfloat16 on CUDA. On a CPU torch is set to one thread, whose own time leaves out what
+            other programs take.
+        repeats: measurements of each rank, after one for warm-up; the median counts.
         kernel: attention kernel by name; None for the device's default.
-        autocast: run in this lower precision; None for that of the weights.
     """
-    if repeats < 1:
-        raise SpecError(f"repeats is {repeats}; measure each rank at least once")
-    placement = placement.with_num_heads(model.config.num_heads)
-    seconds = []
-    for rank in range(placement.world_size):
-        layout = ReplayedLayout(placement, rank, device, kernel)
-        inputs = _inputs(model, layout, device)
-        times = [_timed(model, inputs, device, autocast) for _ in range(repeats + 1)]
-        seconds.append(median(times[1:]))
-    return Replayed(seconds)
+
+    def __init__(self, model: MMDiT, device: torch.device, *, repeats: int = 3, kernel: str | None = None) -> None:
+        if repeats < 1:
+            raise SpecError(f"repeats is {repeats}; measure each rank at least once")
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        self.model, self.device, self.repeats, self.kernel = model, device, repeats, kernel
+        self._clock = Clock(device)
+
+    def __call__(self, placement: Placement) -> Replayed:
+        """Measure the placement of one step."""
+        placement = placement.with_num_heads(self.model.config.num_heads)
+        seconds = []
+        for rank in range(placement.world_size):
+            layout = ReplayedLayout(placement, rank, self.device, self.kernel)
+            inputs = _inputs(self.model, layout, self.device)
+            times = [self._timed(inputs) for _ in range(self.repeats + 1)]
+            seconds.append(median(times[1:]))
+        return Replayed(seconds)
+
+    def _timed(self, inputs: tuple[Any, ...]) -> float:
+        """Forward and backward of one rank's share [s]."""
+        clock, device = self._clock, self.device.type
+        clock.settle()
+        start = clock.mark()
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+            out = self.model(*inputs)
+        out.float().square().sum().backward()
+        stop = clock.mark()
+        clock.settle()
+        self.model.zero_grad(set_to_none=True)
+        return clock.seconds(start, stop)
 
 
-def replay_model(width: int, num_heads: int, num_double: int, num_single: int, device: torch.device) -> MMDiT:
-    """An MMDiT of this shape to replay with. On a CPU torch is set to one thread."""
-    head_dim = width // num_heads
+def replay_model(shape: ReplayShape, device: torch.device) -> MMDiT:
+    """An MMDiT of this shape to replay with."""
+    head_dim = shape.width // max(shape.num_heads, 1)
     frames = max(2, head_dim // 8 // 2 * 2)  # an eighth of the rotated channels as in FLUX, the rest even
     rows = (head_dim - frames) // 4 * 2
     config = MMDiTConfig(
         in_channels=64,
         text_channels=64,
         pooled_channels=64,
-        width=width,
-        num_heads=num_heads,
-        num_double=num_double,
-        num_single=num_single,
+        width=shape.width,
+        num_heads=shape.num_heads,
+        num_double=shape.num_double,
+        num_single=shape.num_single,
         axes_dims=(head_dim - 2 * rows, rows, rows),
     )
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # its own time then leaves out what other programs take
     with device:
         return MMDiT(config)
 
 
-def scaled(lengths: Sequence[np.ndarray], texts: Sequence[np.ndarray], scale: float) -> tuple[list[Any], list[Any]]:
-    """Lengths and text lengths of all ranks over `scale`, none without a visual token; for small devices."""
+def scaled(trace: Trace, index: int, scale: float) -> Sequences:
+    """Sequences of a trace's step, their lengths over `scale`, none without a visual token."""
     if not scale > 0:
         raise SpecError(f"scale is {scale}; lengths can be divided by a number above 0")
-    text = [np.floor(row / scale).astype(np.int64) for row in texts]
-    visual = [
-        np.maximum(1, np.floor((row - t) / scale)).astype(np.int64) for row, t in zip(lengths, texts, strict=True)
+    step = trace.steps[index]
+    texts = [np.floor(row / scale).astype(np.int64) for row in step.text_lens]
+    visuals = [
+        np.maximum(1, np.floor((row - text) / scale)).astype(np.int64)
+        for row, text in zip(step.seq_lens, step.text_lens, strict=True)
     ]
-    return [v + t for v, t in zip(visual, text, strict=True)], text
+    lengths = [visual + text for visual, text in zip(visuals, texts, strict=True)]
+    return Sequences.from_ranks(lengths, texts if trace.text == "joint" else None)
 
 
 class ReplayedLayout:
@@ -174,23 +207,3 @@ def _inputs(model: MMDiT, layout: ReplayedLayout, device: torch.device) -> tuple
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int32, device=device)
     guidance = (torch.ones(layout.num_sequences, device=device),) if config.guidance else ()
     return (*drawn, positions, layout, *guidance)
-
-
-def _timed(model: MMDiT, inputs: tuple[Any, ...], device: torch.device, autocast: torch.dtype | None) -> float:
-    """Forward and backward of one rank's share [s]: wall time, or the thread's CPU time where torch has one thread."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
-    _synchronize(device)
-    start = clock()
-    with torch.autocast(device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        out = model(*inputs)
-    out.float().square().sum().backward()
-    _synchronize(device)
-    elapsed = clock() - start
-    model.zero_grad(set_to_none=True)
-    return elapsed
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,23 +1,19 @@
 """`knapformer selfcheck`: whether balanced equals unbalanced here, with one's own model."""
 
 import json
-import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from cyclopts import Parameter
 from rich.console import Console
-from rich.table import Table
 
+from knapformer.report.terminal import plain_table
+from knapformer.tools.selfcheck.models import BUILT_IN, load_model
 from knapformer.tools.selfcheck.selfcheck import selfcheck
-from knapformer.tools.selfcheck.subjects import BUILT_IN, load_subject
-from knapformer.train.launch import run_on_ranks
+from knapformer.train.launch import choose_device, run_on_ranks
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _SHOWN = 10  # tensors that differ
 
 
@@ -53,21 +49,16 @@ def command(
     as_json
         Print one JSON object and nothing else.
     """
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = ranks or (torch.cuda.device_count() if device_type == "cuda" else 2)
-    sys.path.insert(0, os.getcwd())  # where users keep the module they name
+    where = choose_device(device)
+    ranks = ranks or (torch.cuda.device_count() if where.type == "cuda" else 2)
     names = (model,) if model else BUILT_IN
-    for name in names if model else ():
-        load_subject(name)  # errors of the input are raised here, in one line, and not on every rank
-    with tempfile.TemporaryDirectory(prefix="knapformer-") as folder:
-        run_on_ranks(_check, (names, dtype, kernel, length, folder), ranks=ranks, device_type=device_type)
-        written = sorted(Path(folder).iterdir())
-        found = json.loads(written[0].read_text()) if written else []
-        is_first = bool(written) and written[0].name == "0"
-    passed = all(one["passed"] for one in found)
-    if is_first and as_json:
+    if model:
+        load_model(model)  # errors of the input are raised here, in one line, and not on every rank
+    rank, found = run_on_ranks(_check, (names, dtype, kernel, length), ranks=ranks, device_type=where.type)
+    passed = all(one["passed"] for one in found)  # the same on every rank
+    if rank == 0 and as_json:
         print(json.dumps({"passed": passed, "checks": found}))
-    elif is_first:
+    elif rank == 0:
         for one in found:
             _print(one)
     if not passed:
@@ -75,15 +66,15 @@ def command(
 
 
 def _check(
-    device: torch.device, names: tuple[str, ...], dtype: str | None, kernel: str | None, length: int, folder: str
-) -> None:
+    device: torch.device, names: tuple[str, ...], dtype: str | None, kernel: str | None, length: int
+) -> tuple[int, list[dict[str, Any]]]:
+    """This rank, and what came of each model."""
     found = []
     for name in names:
-        model = load_subject(name)
-        model = model.to(DTYPES[dtype]) if dtype else model
+        model = load_model(name)
+        model = model.to(getattr(torch, dtype)) if dtype else model
         found.append({"subject": name, **selfcheck(model, device, length=length, kernel=kernel).to_json()})
-    # Reports are the same on every rank. Under torchrun each process has a folder, else all share one.
-    Path(folder, str(dist.get_rank())).write_text(json.dumps(found))
+    return dist.get_rank(), found
 
 
 def _print(one: dict[str, Any]) -> None:
@@ -98,11 +89,8 @@ def _print(one: dict[str, Any]) -> None:
             "the model gives other values each time for the same inputs; turn off dropout and other randomness, or "
             "draw it by sample id before routing"
         )
-    table = Table()
-    for column in ("plan", "sequences split", "tensor", "relative error"):
-        table.add_column(column, justify="right" if column == "relative error" else "left")
-    for row in one["worst"] if one["passed"] else one["differs"][:_SHOWN]:
-        table.add_row(row["plan"], one["split"].get(row["plan"], "0"), row["tensor"], f"{row['error']:.1e}")
-    console.print(table)
+    shown = one["worst"] if one["passed"] else one["differs"][:_SHOWN]
+    rows = [(row["plan"], row["tensor"], one["split"].get(row["plan"], "0"), f"{row['error']:.1e}") for row in shown]
+    console.print(plain_table("", ("plan", "tensor", "sequences split", "relative error"), rows))
     if len(one["differs"]) > _SHOWN:
         console.print(f"and {len(one['differs']) - _SHOWN} more")

@@ -25,7 +25,8 @@ from knapformer.attention.kernels import choose_kernel
 from knapformer.balancer import PackedBatch, RoutingStep, SequenceBalancer
 from knapformer.errors import SpecError
 from knapformer.plan import CostModel
-from knapformer.tools.selfcheck.subjects import diffusers_batch
+from knapformer.tools.selfcheck.models import diffusers_batch
+from knapformer.train.launch import device_words
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative error that passes, by dtype of the weights."""
@@ -116,7 +117,7 @@ def selfcheck(model: nn.Module, device: torch.device, *, length: int = 257, kern
     differs = sorted((e for one in compared for e in one if not e.error <= tolerance), key=lambda e: -e.error)
     return SelfCheck(
         model=type(model).__name__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_words(device),
         backend=str(dist.get_backend()),
         dtype=str(dtype).removeprefix("torch."),
         kernel=kernel or getattr(choose_kernel(None, device, dtype, head_dim=64), "__name__", "default"),

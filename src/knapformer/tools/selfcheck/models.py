@@ -2,13 +2,10 @@
 
 (nothing)                   an MMDiT and a CrossDiT, tiny, with random weights
 package.module:factory      called without arguments; gives a module that `selfcheck` takes
-path/to/file.py:factory     the same, from a file
+path/to/file.py:factory     likewise
 path/to/folder              a model of diffusers as `save_pretrained` wrote it, or its config.json alone
 """
 
-import importlib
-import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,9 @@ from torch import Tensor, nn
 
 from knapformer.balancer import PackedBatch
 from knapformer.errors import BackendUnavailableError, SpecError
+from knapformer.files import read_json
 from knapformer.models import CrossDiT, CrossDiTConfig, MMDiT, MMDiTConfig
+from knapformer.train.named import load_named
 
 BUILT_IN = ("mmdit", "cross")
 
@@ -60,7 +59,7 @@ class BuiltIn(nn.Module):
         return self.inner(image, text, *beside)
 
 
-def load_subject(name: str) -> nn.Module:
+def load_model(name: str) -> nn.Module:
     """The model that a name stands for, with random weights unless they are stored with it.
 
     Raises:
@@ -71,15 +70,14 @@ def load_subject(name: str) -> nn.Module:
         return BuiltIn(name)
     if Path(name).is_dir():
         return _from_folder(Path(name))
-    module_name, colon, factory = name.rpartition(":")
-    if not colon:
+    if ":" not in name:
         raise SpecError(
             f"no model {name!r}; give a folder of diffusers, package.module:factory or path/to/file.py:factory"
         )
-    made = getattr(_module(module_name), factory, None)
-    if not callable(made):
-        raise SpecError(f"{module_name!r} has nothing called {factory!r} that makes a model")
-    model = made()
+    make = load_named(name)
+    if not callable(make):
+        raise SpecError(f"{name!r} is a {type(make).__name__} and makes no model")
+    model = make()
     if not isinstance(model, nn.Module):
         raise SpecError(f"{name!r} made a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -116,22 +114,6 @@ def diffusers_batch(model: Any, lengths: Sequence[int], generators: Sequence[tor
     return pack(model, samples)
 
 
-def _module(name: str) -> Any:
-    if not name.endswith(".py"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise SpecError(f"cannot import {name!r}: {error}") from error
-    if not Path(name).is_file():
-        raise SpecError(f"there is no file {name!r}")
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    if spec is None or spec.loader is None:
-        raise SpecError(f"{name!r} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _from_folder(folder: Path) -> nn.Module:
     try:
         import diffusers
@@ -142,10 +124,10 @@ def _from_folder(folder: Path) -> nn.Module:
         ) from error
     from knapformer.integrations.diffusers import adapt
 
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        cls = getattr(diffusers, config["_class_name"])
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise SpecError(f"{folder} holds no model of diffusers: {error!r}") from error
+    config = read_json(folder / "config.json", dict[str, Any], error=SpecError)
+    name = config.get("_class_name")
+    cls = getattr(diffusers, str(name), None)
+    if cls is None:
+        raise SpecError(f"{folder} holds no model of diffusers: _class_name in its config.json is {name!r}")
     weights = list(folder.glob("*.safetensors")) + list(folder.glob("*.bin"))
     return adapt(cls.from_pretrained(folder) if weights else cls.from_config(config))

@@ -1,9 +1,10 @@
 """What can be measured: the layers of our DiT and MMDiT, and a user's own module.
 
-A subject is a few real layers with random weights, in the dtype of training, and the inputs they take. Embeddings,
-conditioning and the output layer are left out: they run once a step, not once a layer.
+A few real layers with random weights, in the dtype of training, and the inputs they take. Embeddings, conditioning and
+the output layer are left out: they run once a step, not once a layer.
 
-Your own module is named by its import path, "package.module:Class". `Class()` must give a module with
+Your own module is named by its import path, package.module:Class or path/to/file.py:Class. `Class()` must give a module
+with
 
     width, num_heads       ints; what it hands to `layout.attend` has num_heads heads
     forward(x, layout)     packed tokens (T, width) of all sequences to packed tokens; attends by `layout.attend`
@@ -11,8 +12,6 @@ Your own module is named by its import path, "package.module:Class". `Class()` m
 and may have num_layers (layers inside it, default 1) and mlp_ratio (default 4.0).
 """
 
-import importlib
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -26,13 +25,14 @@ from knapformer.models import DiTConfig, MMDiTConfig, Rotation, merge_streams, r
 from knapformer.models.dit import DiTBlock
 from knapformer.models.init import fill_parameters
 from knapformer.models.mmdit import DoubleStreamBlock, SingleStreamBlock
+from knapformer.train.named import load_named
 
 TEXT_SHARE = 8
 """One token in this many is text, in layers that tell text from image."""
 
 
-class Subject(ABC):
-    """Layers to measure.
+class Layers:
+    """Layers to measure; this class itself is for a user's module.
 
     Attributes:
         shape: of a layer.
@@ -51,42 +51,44 @@ class Subject(ABC):
         return next(self.module.parameters()).dtype
 
     def layout(self, lengths: tuple[int, ...], kernel: str | None) -> Layout:
-        """Whole sequences of these lengths, a part of each of them text."""
+        """Whole sequences of these lengths, some tokens of each of them text."""
         return Layout.local(lengths, [length // TEXT_SHARE for length in lengths], device=self.device, kernel=kernel)
 
-    def rows(self, number: int) -> Tensor:
-        """Random (number, width) that need a gradient."""
-        return torch.randn(number, self.shape.d_model, device=self.device, dtype=self.dtype, requires_grad=True)
+    def inputs(self, layout: Layout) -> tuple[Any, ...]:
+        """Random inputs of `run`."""
+        return (self.rows(layout.num_tokens),)
+
+    def run(self, layout: Layout, *inputs: Any) -> Tensor:
+        """All layers."""
+        return self.module(*inputs, layout)
 
     def leaves(self, inputs: tuple[Any, ...]) -> list[Tensor]:
         """What backward computes gradients of: the inputs that need one, and the weights."""
         return [x for x in inputs if isinstance(x, Tensor) and x.requires_grad] + [*self.module.parameters()]
 
-    @abstractmethod
-    def inputs(self, layout: Layout) -> tuple[Any, ...]:
-        """Random inputs of `run`."""
+    def rows(self, number: int) -> Tensor:
+        """Random (number, width) that need a gradient."""
+        return torch.randn(number, self.shape.d_model, device=self.device, dtype=self.dtype, requires_grad=True)
 
-    @abstractmethod
-    def run(self, layout: Layout, *inputs: Any) -> Tensor:
-        """All layers."""
+    def rotation(self, layout: Layout) -> Rotation:
+        """Of the tokens' places in their sequences."""
+        ids_T3, axes_dims = layout.position[:, None].expand(-1, 3), (0, 0, self.shape.head_dim)
+        return rotation_from_ids(ids_T3, axes_dims, 1e4, compute_dtype(self.dtype))
 
 
-class DiTLayers(Subject):
+class DiTLayers(Layers):
     """One DiT block."""
 
     def inputs(self, layout: Layout) -> tuple[Any, ...]:
-        return self.rows(layout.num_tokens), self.rows(layout.num_sequences), _rotation(self, layout)
-
-    def run(self, layout: Layout, *inputs: Any) -> Tensor:
-        return self.module(*inputs, layout)
+        return self.rows(layout.num_tokens), self.rows(layout.num_sequences), self.rotation(layout)
 
 
-class MMDiTLayers(Subject):
+class MMDiTLayers(Layers):
     """One double-stream and two single-stream blocks, FLUX's proportion."""
 
     def inputs(self, layout: Layout) -> tuple[Any, ...]:
         img, txt = (self.rows(len(index)) for index in (layout.image_index, layout.text_index))
-        return img, txt, self.rows(layout.num_sequences), _rotation(self, layout)
+        return img, txt, self.rows(layout.num_sequences), self.rotation(layout)
 
     def run(self, layout: Layout, *inputs: Any) -> Tensor:
         img, txt, vec, rotation = inputs
@@ -98,22 +100,7 @@ class MMDiTLayers(Subject):
         return x
 
 
-def _rotation(subject: Subject, layout: Layout) -> Rotation:
-    precision = compute_dtype(subject.dtype)
-    return rotation_from_ids(layout.position[:, None].expand(-1, 3), (0, 0, subject.shape.head_dim), 1e4, precision)
-
-
-class OwnLayers(Subject):
-    """A user's module."""
-
-    def inputs(self, layout: Layout) -> tuple[Any, ...]:
-        return (self.rows(layout.num_tokens),)
-
-    def run(self, layout: Layout, *inputs: Any) -> Tensor:
-        return self.module(*inputs, layout)
-
-
-def make_subject(
+def make_layers(
     block: str,
     *,
     d_model: int = 192,
@@ -121,7 +108,7 @@ def make_subject(
     mlp_ratio: float = 4.0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Subject:
+) -> Layers:
     """Layers by name.
 
     Args:
@@ -130,7 +117,7 @@ def make_subject(
         dtype, device: as in training.
 
     Raises:
-        CalibrationError: for a path that does not lead to a module of the protocol.
+        CalibrationError: for a path that does not lead to a module as described above.
         SpecError: for sizes that do not fit together.
     """
     if ":" in block:
@@ -146,30 +133,29 @@ def make_subject(
     }
     with torch.device("meta"):
         if block == "dit":
-            kind, module = DiTLayers, DiTBlock(DiTConfig(**sizes, depth=1))
+            kind, num_layers, module = DiTLayers, 1, DiTBlock(DiTConfig(**sizes, depth=1))
         elif block == "mmdit":
             config = MMDiTConfig(**sizes, text_channels=1, num_double=1, num_single=2)
-            kind = MMDiTLayers
+            kind, num_layers = MMDiTLayers, 3
             module = nn.Sequential(DoubleStreamBlock(config), *(SingleStreamBlock(config) for _ in range(2)))
         else:
             raise SpecError(
                 f"block {block!r} is not known; use dit, mmdit, or the import path of your own, 'package.module:Class'"
             )
-    num_layers = 3 if block == "mmdit" else 1
     shape = LayerShape(block, d_model, num_heads, head_dim, float(mlp_ratio), num_layers, _name(dtype))
     module = module.to(dtype).to_empty(device=device)
     fill_parameters(module)
     return kind(shape, module)
 
 
-def _own(path: str, dtype: torch.dtype, device: torch.device) -> OwnLayers:
-    module_name, _, class_name = path.partition(":")
+def _own(path: str, dtype: torch.dtype, device: torch.device) -> Layers:
+    make = load_named(path, error=CalibrationError)
     try:
-        built = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError) as error:
+        built = make()
+    except TypeError as error:
         raise CalibrationError(
-            f"cannot build {path!r}: {type(error).__name__}: {error}; it must be the import path of a class that can "
-            "be called without arguments, such as 'my_package.blocks:Block'"
+            f"cannot build {path!r}: {error}; it must name a class that can be called without arguments, such as "
+            "'my_package.blocks:Block'"
         ) from error
     sizes: dict[str, Any] = {name: getattr(built, name, None) for name in ("width", "num_heads")}
     sizes["num_layers"] = getattr(built, "num_layers", 1)
@@ -183,7 +169,7 @@ def _own(path: str, dtype: torch.dtype, device: torch.device) -> OwnLayers:
     width, heads, layers = sizes["width"], sizes["num_heads"], sizes["num_layers"]
     ratio = float(getattr(built, "mlp_ratio", 4.0))
     shape = LayerShape(path, width, heads, max(1, width // heads), ratio, layers, _name(dtype))
-    return OwnLayers(shape, built.to(device=device, dtype=dtype))
+    return Layers(shape, built.to(device=device, dtype=dtype))
 
 
 def _name(dtype: torch.dtype) -> str:
