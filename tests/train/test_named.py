@@ -1,4 +1,4 @@
-"""Objects of the user's by name: from a module, from one in the current folder, from a file; what is missing is named."""
+"""Objects of the user's by name: from a module, from one in the current folder, from a file."""
 
 import sys
 from pathlib import Path
