@@ -99,7 +99,8 @@ def index_page() -> str:
 def command_functions() -> dict[str, str]:
     """Name of each command and the import path of its function, as cli/app.py registers them."""
     named = source_of("knapformer.cli.app").read_text(encoding="utf-8")
-    commands = {name: f"{module}.{name}" for module, name in re.findall(r'app\.command\(\s*"([\w.]+):(\w+)"', named)}
+    listed = re.findall(r'^    "(\w+)": "', named, re.MULTILINE)
+    commands = {name: f"knapformer.cli.{name}.{name}" for name in listed}
     for file in sorted((SOURCE / "knapformer" / "tools").glob("*/command.py")):
         commands[file.parent.name] = f"knapformer.tools.{file.parent.name}.command.command"
     return commands

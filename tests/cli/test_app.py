@@ -4,18 +4,25 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
 import knapformer
+from knapformer import tools
 from knapformer.cli import app
 from knapformer.cli.demo import demo
-from knapformer.cli.plan import plan
-from knapformer.cli.train import train
 from knapformer.errors import DataError
 from tests.cli.test_plan import knapformer as run_knapformer
 
-COMMANDS: dict[str, Callable[..., None]] = {"demo": demo, "train": train, "plan": plan}
+PLACES = {name: f"knapformer.cli.{name}" for name in app.COMMANDS}
+PLACES |= {tool.name: f"knapformer.tools.{tool.name}.command" for tool in iter_modules(tools.__path__)}
+
+
+def function(name: str) -> Callable[..., None]:
+    """Of a command."""
+    return getattr(import_module(PLACES[name]), name if name in app.COMMANDS else "command")
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +43,27 @@ def status(arguments: Sequence[str]) -> int:
 def options(command: Callable[..., None]) -> list[str]:
     """As the user writes them."""
     names = inspect.signature(command).parameters
-    return ["--json" if name == "as_json" else "--" + name.replace("_", "-") for name in names]
+    lists = [name for name, one in names.items() if one.kind is inspect.Parameter.VAR_POSITIONAL]
+    return ["--json" if n == "as_json" else n.upper() if n in lists else "--" + n.replace("_", "-") for n in names]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PLACES)
 def test_help_explains_every_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status([name, "--help"]) == 0
     output = capsys.readouterr()
-    assert output.err == ""
-    for option in options(COMMANDS[name]):
-        (line,) = [line for line in output.out.splitlines() if option in line.split()]
-        words = line.replace("│", " ").split(option, 1)[1].split()
-        assert len([word for word in words if word.islower()]) >= 2, f"{option} has no explanation: {line}"
+    assert output.err == "" and "--no-" not in output.out and "--empty-" not in output.out
+    lines = [line.replace("│", " ") for line in output.out.splitlines()]
+    for option in options(function(name)):
+        (line,) = [line for line in lines if option in line.split()[:3]]
+        words = line.split(option, 1)[1].split()
+        assert len([word for word in words if word.strip(".,:;").islower()]) >= 2, f"{option} is not explained: {line}"
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_help_of_a_command_is_its_docstring(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status([name, "--help"]) == 0
+    description = (function(name).__doc__ or "").partition("Parameters\n")[0]
+    assert " ".join(description.split()) in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_check_of_the_help_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +77,12 @@ def test_help_lists_every_command() -> None:
     done = run_knapformer("--help")
     assert (done.returncode, done.stderr) == (0, "")
     words = done.stdout.split()
-    assert all(name in words for name in COMMANDS)
+    assert all(name in words for name in PLACES)
     assert "nothing" not in words
+    lines = [" ".join(line.strip(" │").split()) for line in done.stdout.splitlines()]
+    for name, line in app.COMMANDS.items():
+        assert f"{name} {line}" in lines
+    assert f"replay {import_module('knapformer.tools.replay').__doc__}" in lines
 
 
 def test_version() -> None:

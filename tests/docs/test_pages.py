@@ -59,7 +59,7 @@ def test_a_name_that_no_page_describes_is_refused(monkeypatch):
 
 
 def test_every_command_has_an_entry():
-    app = pytest.importorskip("knapformer.cli.app").app
+    app = pytest.importorskip("knapformer.cli.app").make_app()
     named = {name for name in app if not name.startswith("-")}
     assert set(hook("reference").command_functions()) == named
 

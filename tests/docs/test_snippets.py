@@ -83,5 +83,5 @@ def commands():
 
 @pytest.mark.parametrize("arguments", list(commands()))
 def test_commands_take_the_arguments_that_pages_give(arguments):
-    app = pytest.importorskip("knapformer.cli.app").app
+    app = pytest.importorskip("knapformer.cli.app").make_app()
     app.parse_args(shlex.split(arguments, comments=True), exit_on_error=False, print_error=False)

@@ -14,28 +14,45 @@ from rich.markup import escape
 from knapformer import __version__, tools
 from knapformer.errors import KnapFormerError
 
-app = cyclopts.App(
-    name="knapformer",
-    help="Online load balancing for training diffusion transformers on images and videos of every size.",
-    version=__version__,
-)
-app.command("knapformer.cli.demo:demo", help="Train on real images and clips over CPU ranks, unbalanced and balanced.")
-app.command(
-    "knapformer.cli.train:train", help="Train from a configuration file, under torchrun or on ranks started here."
-)
-app.command(
-    "knapformer.cli.plan:plan", help="Plan recorded or generated lengths and print what a planner makes of them."
-)
-app.command("knapformer.cli.report:report", help="Make tables and figures of run records.")
-for _tool in iter_modules(tools.__path__):  # each tool is a folder: its docstring is the help, `command` the command
-    _help = (import_module(f"knapformer.tools.{_tool.name}").__doc__ or "").partition("\n")[0]
-    app.command(f"knapformer.tools.{_tool.name}.command:command", name=_tool.name, help=_help)
+COMMANDS = {
+    "demo": "Train on real images and clips over CPU ranks, unbalanced and balanced.",
+    "train": "Train from a configuration file, under torchrun or on ranks started here.",
+    "plan": "Plan recorded or generated lengths and print what a planner makes of them.",
+    "report": "Make tables and figures of run records.",
+}
+"""Commands that are no tools, and what the list of commands says of them."""
+
+
+def make_app(chosen: str = "") -> cyclopts.App:
+    """All commands, imported when called.
+
+    Args:
+        chosen: command whose own help is shown whole; the list of commands says a line of each.
+    """
+    app = cyclopts.App(
+        name="knapformer",
+        help="Online load balancing for training diffusion transformers on images and videos of every size.",
+        version=__version__,
+        default_parameter=cyclopts.Parameter(negative=()),
+    )
+    places = {name: (f"knapformer.cli.{name}:{name}", line) for name, line in COMMANDS.items()}
+    for tool in iter_modules(tools.__path__):  # each is a folder: the first line of its docstring is what it does
+        place = f"knapformer.tools.{tool.name}"
+        line = (import_module(place).__doc__ or "").partition("\n")[0]
+        places[tool.name] = f"{place}.command:command", line
+    for name, (place, line) in places.items():
+        if name == chosen:
+            app.command(place, name=name)
+        else:
+            app.command(place, name=name, help=line)
+    return app
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, or 2 for input that cannot be used."""
     messages = Console(stderr=True, highlight=False, soft_wrap=True)
     warnings.showwarning = lambda message, *_: messages.print(f"[bold yellow]warning:[/] {escape(str(message))}")
+    app = make_app(arguments[0] if arguments else "")
     try:
         app(list(arguments), exit_on_error=False, print_error=True, result_action="return_value")
         sys.stdout.flush()

@@ -35,7 +35,7 @@ def demo(
     planner: str | None = None,
     topology: str | None = None,
     out: Path = Path("runs/demo"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Train a small MMDiT on real photographs and clips over CPU ranks, unbalanced and then balanced.
 

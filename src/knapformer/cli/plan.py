@@ -43,7 +43,7 @@ def plan(
     seed: int = 0,
     max_tokens_per_rank: int | None = None,
     figure: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Plan a workload's steps and print imbalance, traffic and planning time, before and after.
 

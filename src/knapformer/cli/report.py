@@ -17,9 +17,9 @@ from knapformer.report.terminal import report_lines
 
 def report(
     *runs: Path,
-    against: Annotated[list[Path] | None, Parameter(negative=())] = None,
-    output: Annotated[list[Path] | None, Parameter(name=("--output", "-o"), negative=())] = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    against: list[Path] | None = None,
+    output: Annotated[list[Path] | None, Parameter(name=("--output", "-o"))] = None,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Make tables and figures of run records.
 

@@ -37,7 +37,7 @@ def command(
     seconds: float = 100.0,
     name: str | None = None,
     out: Path = Path("runs/profile.json"),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Measure what a layer costs on this device and fit a cost model to it.
 

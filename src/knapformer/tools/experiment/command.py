@@ -28,8 +28,8 @@ def command(
     *,
     engine: EngineName | None = None,
     out: Path | None = None,
-    dry_run: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    dry_run: bool = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Run all cells of a grid and write a report. Started again, it goes on with the cells that are missing.
 

@@ -35,7 +35,7 @@ def command(
     profile: str | None = None,
     repeats: int = 3,
     record: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Run each rank's share of a step one after the other on this device; report measured imbalance and step time.
 
@@ -56,8 +56,14 @@ def command(
         Steps to replay.
     device
         cpu or cuda. Default: cuda where there is one.
-    width, heads, double, single
-        Shape of the MMDiT. Default: FLUX's blocks, one of each kind, on CUDA; a small one on CPU.
+    width
+        Width of the MMDiT's tokens. Default: FLUX's 3072 on CUDA, 256 on CPU.
+    heads
+        Its attention heads. Default: FLUX's 24 on CUDA, 4 on CPU.
+    double
+        Its double-stream blocks. Default: one.
+    single
+        Its single-stream blocks. Default: one.
     scale
         Divide all lengths by this. Default: 1 on CUDA, 16 on CPU.
     gamma

@@ -25,7 +25,7 @@ def command(
     dtype: Literal["float64", "float32", "bfloat16"] | None = None,
     kernel: str | None = None,
     length: int = 257,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> None:
     """Compare balanced with unbalanced: outputs and gradients, on this machine, kernel and process group.
 
