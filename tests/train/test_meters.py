@@ -46,7 +46,7 @@ def test_one_bad_step_moves_nothing_where_a_mean_would():
     spikes = [(7, 0), (11, 0)]
     found = meter_of([1, 1, 1], spikes=spikes).estimate(COST)
     assert found.speeds == (1000, 1000, 1000) and found.straggler is None
-    assert found.row_over_token == pytest.approx(1, abs=0.1)
+    assert found.pair_over_token == pytest.approx(1, abs=0.1)
     busy = np.array([step[2] for step in meter_of([1, 1, 1], spikes=spikes, balanced=True)._steps])
     assert busy.mean(axis=0)[0] > 1.5 * busy.mean(axis=0)[1]
 
@@ -55,7 +55,7 @@ def test_bad_clocks_do_not_move_prices():
     """Runs measured far too short weigh most in relative error, where Huber's weights are not."""
     found = meter_of([1, 1, 1], spikes=[(step, step % 3) for step in range(0, 20, 3)], spike=0.05).estimate(COST)
     assert found.speeds == (1000, 1000, 1000)
-    assert found.row_over_token == pytest.approx(1, abs=0.15)
+    assert found.pair_over_token == pytest.approx(1, abs=0.15)
 
 
 def test_ranks_of_two_kinds():
@@ -66,10 +66,10 @@ def test_ranks_of_two_kinds():
 def test_drift_of_prices_is_seen_where_steps_tell_and_only_there():
     meter = meter_of([1, 1, 1], attention=1.6)
     found = meter.estimate(COST)
-    assert found.row_over_token == pytest.approx(1.6, rel=0.08) and found.speeds == (1000,) * 3
+    assert found.pair_over_token == pytest.approx(1.6, rel=0.08) and found.speeds == (1000,) * 3
     with pytest.warns(KnapFormerWarning, match=r"attention costs 1\.[56]\d times what the cost model says"):
         meter.warn(found)
-    assert meter_of([1, 1, 1], attention=1.6, balanced=True).estimate(COST).row_over_token is None
+    assert meter_of([1, 1, 1], attention=1.6, balanced=True).estimate(COST).pair_over_token is None
 
 
 def test_old_steps_are_forgotten():

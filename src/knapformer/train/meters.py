@@ -38,14 +38,14 @@ class Recalibration:
     Attributes:
         speeds: of each rank, per mille of the median rank; within the tolerance exactly nominal.
         straggler: the slowest rank, if it is slower than the tolerance allows.
-        row_over_token: price of a row-key over that of a token, relative to the cost model's; None where the steps do
+        pair_over_token: price of a query-key pair over that of a token, relative to the cost model's; None where the steps do
             not tell the two apart (balanced ones do not, and need not).
         steps: how many they are.
     """
 
     speeds: tuple[int, ...]
     straggler: int | None
-    row_over_token: float | None
+    pair_over_token: float | None
     steps: int
 
 
@@ -99,7 +99,7 @@ class StepMeter:
         return Recalibration(
             speeds=tuple(speeds.tolist()),
             straggler=slowest if speeds[slowest] < NOMINAL_SPEED else None,
-            row_over_token=_ratio_of_prices(columns, prices, cost),
+            pair_over_token=_ratio_of_prices(columns, prices, cost),
             steps=len(self._steps),
         )
 
@@ -114,7 +114,7 @@ class StepMeter:
                 KnapFormerWarning,
                 stacklevel=2,
             )
-        ratio = estimate.row_over_token
+        ratio = estimate.pair_over_token
         if ratio is not None and abs(np.log(max(ratio, 1e-9))) > np.log1p(self.drift) and "prices" not in self._warned:
             self._warned.add("prices")
             warnings.warn(
@@ -138,7 +138,7 @@ def _robust_prices(columns: Floats, seconds: Floats) -> Floats:
 
 
 def _ratio_of_prices(columns: Floats, prices: Floats, cost: CostModel) -> float | None:
-    """Fitted row-key price over token price, relative to the cost model's, where the steps tell them apart."""
+    """Fitted price of a query-key pair over that of a token, relative to the cost model's, where the steps tell them apart."""
     used = columns.reshape(-1, 3)
     scaled = used / np.linalg.norm(used, axis=0).clip(1e-300)
     singular = np.linalg.svd(scaled, compute_uv=False)

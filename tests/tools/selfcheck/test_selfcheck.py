@@ -96,7 +96,7 @@ def test_wrong_models_are_reported(name):
 def test_randomness_is_told_apart():
     for report in run_ranks(2, check, "DropoutByRank"):
         assert not report.passed and not report.deterministic
-        assert {one.plan for one in report.differs} == {"at home again"}
+        assert {one.plan for one in report.differs} == {"unbalanced again"}
 
 
 def test_a_model_of_diffusers(tmp_path):

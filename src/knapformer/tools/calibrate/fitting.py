@@ -11,6 +11,7 @@ Each law is fitted to the packs that are not held out, for each phase on its own
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,7 +39,7 @@ def fit_laws(samples: Sequence[MeasuredPack], num_heads: int, flops: dict[str, F
     """
     fitted, held_out = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
     _check(fitted, held_out)
-    prices = {name: {phase: _LAWS[name](fitted, phase, num_heads) for phase in PHASES} for name in FITS}
+    prices = {name: {phase: _fit(name, fitted, phase, num_heads) for phase in PHASES} for name in FITS}
     longest = max(length for s in fitted for length in s.lengths)
     fits = {}
     for name, phases in prices.items():
@@ -68,8 +69,8 @@ def relative_errors(samples: Sequence[MeasuredPack], phases: dict[str, Terms], n
 def additivity(samples: Sequence[MeasuredPack], terms: dict[str, Terms]) -> float:
     """Mean over packs of several lengths of |pack / sum of its sequences measured alone - 1|.
 
-    Sequences that were not measured alone make a pack unusable for this. The layer's constant is in each part, and is
-    taken off but once. Raises `CalibrationError` if no pack is usable.
+    Sequences that were not measured alone make a pack unusable for this. The layer's constant is in each of them, and
+    is taken off but once. Raises `CalibrationError` if no pack is usable.
     """
 
     def seconds(sample: MeasuredPack) -> float:
@@ -101,50 +102,43 @@ def isotonic(values: Floats, weights: Floats) -> Floats:
 # -- the laws ---------------------------------------------------------------------------------------------------------
 
 
-def _two_term(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
-    columns = _columns(samples, num_heads)[:, 2:]
-    token, per_qk_pair = _relative(columns, _seconds(samples, phase))
-    return Terms(token, per_qk_pair)
+_PRICES = {
+    "two_term": ("token", "per_qk_pair"),
+    "terms": ("step", "sequence", "token", "per_qk_pair"),
+    "table": ("step", "sequence", "token"),
+}
+"""What each law fits by least squares."""
 
 
-def _terms(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
-    step, sequence, token, per_qk_pair = _relative(_columns(samples, num_heads), _seconds(samples, phase))
-    return Terms(token, per_qk_pair, sequence, step)
+def _fit(law: str, samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
+    """The law's prices that come nearest to the layer's time, in relative error."""
+    rows = _row_table(samples, phase, num_heads) if law == "table" else Terms(0.0)
+    seconds = np.array([s.layer[phase].seconds for s in samples])
+    attention = np.array([_modelled(s, rows, num_heads) for s in samples])
+    amounts = [_amounts(s, num_heads) for s in samples]
+    columns = np.array([[amount[name] for name in _PRICES[law]] for amount in amounts])
+    prices = non_negative(columns / seconds[:, None], (seconds - attention) / seconds)
+    return replace(rows, **dict(zip(_PRICES[law], prices.tolist(), strict=True)))
 
 
-def _table(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
+def _amounts(sample: MeasuredPack, num_heads: int) -> dict[str, float]:
+    """How often a pack pays each price."""
+    lengths = np.asarray(sample.lengths, dtype=np.float64)
+    pairs = num_heads * float(lengths @ lengths)
+    return {"step": 1.0, "sequence": len(lengths), "token": float(lengths.sum()), "per_qk_pair": pairs}
+
+
+def _row_table(samples: Sequence[MeasuredPack], phase: str, num_heads: int) -> Terms:
+    """Attention's own time per row by length, from packs of one length, made monotone."""
     equal = [s for s in samples if len(set(s.lengths)) == 1]
     lengths = sorted({s.lengths[0] for s in equal})
-    per_row, weights = np.zeros(len(lengths)), np.zeros(len(lengths))
+    # Errors are relative, so means and pools are formed of logarithms.
+    logs, weights = np.zeros(len(lengths)), np.zeros(len(lengths))
     for i, length in enumerate(lengths):
-        # Alone and several of a kind: the geometric mean, as errors are relative.
         times = [s.attention[phase].seconds / (num_heads * sum(s.lengths)) for s in equal if s.lengths[0] == length]
-        per_row[i], weights[i] = np.exp(np.mean(np.log(times))), len(times)
-    # Relative errors count here too, so pools are formed of logarithms.
-    row = np.exp(isotonic(np.log(per_row), weights))
-    table = Terms(0.0, lengths=tuple(lengths), row=tuple(row.tolist()))
-    attention = np.array([_modelled(s, table, num_heads) for s in samples])
-    seconds = _seconds(samples, phase)
-    step, sequence, token = _relative(_columns(samples, num_heads)[:, :3], seconds, seconds - attention)
-    return Terms(token, 0.0, sequence, step, table.lengths, table.row)
-
-
-_LAWS = {"two_term": _two_term, "terms": _terms, "table": _table}
-
-
-def _columns(samples: Sequence[MeasuredPack], num_heads: int) -> Floats:
-    """(N, 4): 1, sequences, tokens, row-keys of each pack."""
-    packs = [np.asarray(s.lengths, dtype=np.float64) for s in samples]
-    return np.array([(1, len(p), p.sum(), num_heads * (p @ p)) for p in packs])
-
-
-def _seconds(samples: Sequence[MeasuredPack], phase: str) -> Floats:
-    return np.array([s.layer[phase].seconds for s in samples])
-
-
-def _relative(columns: Floats, seconds: Floats, target: Floats | None = None) -> list[float]:
-    """Non-negative prices of `columns` that come nearest to `target` (default `seconds`), relative to `seconds`."""
-    return non_negative(columns / seconds[:, None], (seconds if target is None else target) / seconds).tolist()
+        logs[i], weights[i] = np.mean(np.log(times)), len(times)
+    row = np.exp(isotonic(logs, weights))
+    return Terms(0.0, lengths=tuple(lengths), row=tuple(row.tolist()))
 
 
 def _modelled(sample: MeasuredPack, terms: Terms, num_heads: int) -> float:

@@ -1,7 +1,7 @@
 """FLOP of a layer, counted by torch on the meta device: no constant of ours, no work, no memory.
 
-A layer's FLOP are  sequences * a + tokens * b + row-keys * c  exactly, so three packs tell the three. On other devices
-torch does not see the FLOP of every attention kernel, so layers are copied to the meta device for counting.
+A layer's FLOP are  sequences * a + tokens * b + query-key pairs * c  exactly, so three packs tell the three. On other
+devices torch does not see the FLOP of every attention kernel, so layers are copied to the meta device for counting.
 """
 
 from copy import copy, deepcopy

@@ -1,4 +1,4 @@
-"""Which packs are measured: alone, several of a length, and mixed; a part of them is kept from the fits.
+"""Which packs are measured: alone, several of a length, and mixed; some are kept from the fits.
 
     fitted      lengths lo, ..., hi in equal ratios, alone and several of a kind; mixed packs
     held out    the lengths halfway between them, alone and several of a kind; other mixed packs

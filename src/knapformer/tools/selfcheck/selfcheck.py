@@ -1,12 +1,12 @@
 """Does balancing change nothing here: on this machine, with this kernel, process group and model?
 
-The same samples go through the same weights twice, as they are at home and as a plan wants them, forward and backward:
+The same samples go through the same weights under several plans, forward and backward:
 
-    at home     whole sequences, no communication
+    unbalanced  whole sequences on their home ranks, no communication
     balanced    the default planner: some sequences split, most whole
     one bag     every sequence split over all ranks
 
-Outputs, brought home, and the gradient of every parameter, summed over ranks, must agree. Before that, `at home` runs
+Outputs, brought home, and the gradient of every parameter, summed over ranks, must agree. Before that, `unbalanced` runs
 twice: a model that is not a function of its inputs (dropout, say) cannot be compared, and is named as such. Errors are
 relative to the largest value of the tensor; for gradients, to at least a thousandth of the largest of all. What this
 finds: attention that goes past the layout, things indexed by rank or by place instead of by sequence, randomness,
@@ -31,7 +31,7 @@ from knapformer.train.launch import device_words
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative error that passes, by dtype of the weights."""
 
-_AGAIN = "at home again"
+_AGAIN = "unbalanced again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SelfCheck:
         worst: for each plan, the tensor with the largest error.
         differs: tensors above the tolerance, the largest error first.
         split: for each plan, how many of the sequences were split.
-        deterministic: whether the model at home gave the same twice.
+        deterministic: whether the model gave the same twice without balancing.
     """
 
     model: str
@@ -98,7 +98,11 @@ def selfcheck(model: nn.Module, device: torch.device, *, length: int = 257, kern
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.data, 0)
     batch = _batch(model, _lengths(dist.get_rank(), world, length))
-    plans: dict[str, dict[str, Any]] = {"at home": {"planner": "local"}, _AGAIN: {"planner": "local"}, "balanced": {}}
+    plans: dict[str, dict[str, Any]] = {
+        "unbalanced": {"planner": "local"},
+        _AGAIN: {"planner": "local"},
+        "balanced": {},
+    }
     if world > 1:
         plans["one bag"] = {"bag_specs": f"g{world}n1"}
     found, split = {}, {}
@@ -107,8 +111,8 @@ def selfcheck(model: nn.Module, device: torch.device, *, length: int = 257, kern
         step = balancer.plan_routing(**batch.lengths)
         found[plan] = _run(model, batch, step)
         split[plan] = f"{int(step.placement.split.sum())} of {len(step.placement.split)}"
-    reference = found.pop("at home")
-    del split["at home"], split[_AGAIN]
+    reference = found.pop("unbalanced")
+    del split["unbalanced"], split[_AGAIN]
     tolerance = TOLERANCE.get(dtype, 1e-2)
     errors = {plan: _errors(plan, reference, tensors) for plan, tensors in found.items()}
     again = errors.pop(_AGAIN)
