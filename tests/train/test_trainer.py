@@ -214,7 +214,7 @@ def recalibrated(rank, world_size, settings):
 
     def estimate(cost):
         asked.append(trainer.sampler.step)
-        return Recalibration(speeds=(1000, 300 + rank), straggler=None, row_over_token=None, steps=9)
+        return Recalibration(speeds=(1000, 300 + rank), straggler=None, pair_over_token=None, steps=9)
 
     trainer._meter.estimate = estimate
     losses, tokens = [], []

@@ -38,8 +38,8 @@ class Recalibration:
     Attributes:
         speeds: of each rank, per mille of the median rank; within the tolerance exactly nominal.
         straggler: the slowest rank, if it is slower than the tolerance allows.
-        pair_over_token: price of a query-key pair over that of a token, relative to the cost model's; None where the steps do
-            not tell the two apart (balanced ones do not, and need not).
+        pair_over_token: price of a query-key pair over that of a token, relative to the cost model's; None where the
+            steps do not tell the two apart (balanced ones do not, and need not).
         steps: how many they are.
     """
 
@@ -138,7 +138,7 @@ def _robust_prices(columns: Floats, seconds: Floats) -> Floats:
 
 
 def _ratio_of_prices(columns: Floats, prices: Floats, cost: CostModel) -> float | None:
-    """Fitted price of a query-key pair over that of a token, relative to the cost model's, where the steps tell them apart."""
+    """Fitted price of a query-key pair over that of a token, relative to the cost model's; None if steps do not tell."""
     used = columns.reshape(-1, 3)
     scaled = used / np.linalg.norm(used, axis=0).clip(1e-300)
     singular = np.linalg.svd(scaled, compute_uv=False)

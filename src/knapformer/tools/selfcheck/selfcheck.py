@@ -6,11 +6,12 @@ The same samples go through the same weights under several plans, forward and ba
     balanced    the default planner: some sequences split, most whole
     one bag     every sequence split over all ranks
 
-Outputs, brought home, and the gradient of every parameter, summed over ranks, must agree. Before that, `unbalanced` runs
-twice: a model that is not a function of its inputs (dropout, say) cannot be compared, and is named as such. Errors are
-relative to the largest value of the tensor; for gradients, to at least a thousandth of the largest of all. What this
-finds: attention that goes past the layout, things indexed by rank or by place instead of by sequence, randomness,
-kernels and networks that compute something else. What it does not: what only other sizes bring up.
+Outputs, brought home, and the gradient of every parameter, summed over ranks, must agree. Before that, `unbalanced`
+runs twice: a model that is not a function of its inputs (dropout, say) cannot be compared, and is named as such. Errors
+are relative to the largest value of the tensor; for gradients, to at least a thousandth of the largest of all.
+
+This finds attention that goes past the layout, things indexed by rank or by place instead of by sequence, randomness,
+and kernels and networks that compute something else. It does not find what only other sizes bring up.
 """
 
 from collections.abc import Sequence
