@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from benchmarks.common import ShortRecord, keep_newest, make_parser
 from benchmarks.reference_planners import REFERENCE_PLANNERS
 

@@ -138,7 +138,7 @@ def _robust_prices(columns: Floats, seconds: Floats) -> Floats:
 
 
 def _ratio_of_prices(columns: Floats, prices: Floats, cost: CostModel) -> float | None:
-    """Fitted price of a query-key pair over that of a token, relative to the cost model's; None if steps do not tell."""
+    """Fitted price of a query-key pair over a token's, relative to the cost model's; None if steps do not tell."""
     used = columns.reshape(-1, 3)
     scaled = used / np.linalg.norm(used, axis=0).clip(1e-300)
     singular = np.linalg.svd(scaled, compute_uv=False)
