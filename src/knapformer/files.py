@@ -193,6 +193,6 @@ def _msgspec() -> Any:
         import msgspec
     except ImportError as error:
         raise BackendUnavailableError(
-            "reading files needs msgspec; install it with: pip install 'knapformer[cli]'"
+            "reading files needs msgspec; install it with: pip install msgspec"
         ) from error
     return msgspec

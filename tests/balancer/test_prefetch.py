@@ -204,7 +204,7 @@ def test_the_comparison_of_gradients_can_fail():
 
 
 def ahead(rank, world_size):
-    """While the training thread holds batch t, batch t + 2 is loaded and planned, and no more."""
+    """While the training thread holds batch t, batch t + 2 is planned and t + 3 may be loaded, and no more."""
     loaded, planned = ([threading.Event() for _ in range(8)] for _ in range(2))
 
     def loader():
@@ -233,7 +233,7 @@ def ahead(rank, world_size):
     return seen
 
 
-def test_the_thread_is_two_batches_ahead_and_no_more():
+def test_the_thread_is_three_batches_ahead_at_most():
     assert run_ranks(2, ahead) == [[True] * 12] * 2
 
 

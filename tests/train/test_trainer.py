@@ -129,7 +129,7 @@ def stopped_after_two_steps(rank, world_size, settings):
         waits.append(0 <= report.wait_seconds < report.seconds and report.plan_seconds > 0)
         if step == 1:
             break
-    return trainer.sampler.step, trainer.sampler.state_dict()["step"], loaded[:2], len(loaded) <= 3, waits
+    return trainer.sampler.step, trainer.sampler.state_dict()["step"], loaded[:2], len(loaded) <= 5, waits
 
 
 @pytest.mark.parametrize("taken", [1, 2])
@@ -137,7 +137,7 @@ def test_a_checkpoint_counts_the_batches_taken_not_those_loaded_ahead(folder, tm
     """Saved in the middle of a run, after every step; resumed from one of them on other world sizes."""
     expected = run_ranks(2, losses, config(folder, run={"steps": 4}))[0]
     saved = tmp_path / "run"
-    settings = config(folder, run={"steps": 4, "checkpoints": str(saved), "save_every": 1})
+    settings = config(folder, run={"steps": 8, "checkpoints": str(saved), "save_every": 1})
     assert run_ranks(2, stopped_after_two_steps, settings) == [(2, 2, [0, 1], True, [True, True])] * 2
     assert sorted(f.name for f in saved.iterdir()) == ["step-00000001", "step-00000002"]
     for world in (1, 3):

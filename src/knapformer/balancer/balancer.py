@@ -157,9 +157,9 @@ class SequenceBalancer(OriginalSurface):
                 ...
 
         Batches come in order, each with the step that `plan_routing` would have returned, its index tensors made. All
-        ranks must take equally many. The loader is iterated in the thread, two batches ahead, so what it says of its
-        position is ahead too: for checkpoints count the batches taken. Where steps run on an accelerator, let it make
-        batches on the CPU and move them when they are taken. One iterator at a time may be open on a balancer.
+        ranks must take equally many. The loader is iterated in the thread, up to three batches ahead, so what it says
+        of its position is ahead too: for checkpoints count the batches taken. Where steps run on an accelerator, let it
+        make batches on the CPU and move them when they are taken. One iterator at a time may be open on a balancer.
         Leaving the loop closes it; see `Prefetch.close`.
 
         Args:
