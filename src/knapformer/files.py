@@ -192,7 +192,5 @@ def _msgspec() -> Any:
     try:
         import msgspec
     except ImportError as error:
-        raise BackendUnavailableError(
-            "reading files needs msgspec; install it with: pip install msgspec"
-        ) from error
+        raise BackendUnavailableError("reading files needs msgspec; install it with: pip install msgspec") from error
     return msgspec
