@@ -43,14 +43,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-MAX_POOLS = 3
+MAX_POOLS = 8
 START_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
 # After the first error, how long the other ranks may take to report theirs before they are taken to be stuck.
 GRACE_S = 1.0
 LOG_TAIL_CHARS = 4000
 
-_PRELOAD = ["numpy", "pytest", "torch", "torch.distributed", "torch.distributed.fsdp", "torch.utils.checkpoint"]
+# What ranks import in their first calls; each pool would import it again on every rank.
+_PRELOAD = [
+    *("numpy", "PIL.Image", "hypothesis", "pytest"),
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.utils.checkpoint"),
+    *("knapformer.models", "knapformer.train.trainer"),
+]
 _WORKER_ENV = {
     # One thread per library: several ranks share two cores, and the server must have no threads when it forks.
     "OMP_NUM_THREADS": "1",
