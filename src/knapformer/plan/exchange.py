@@ -158,22 +158,23 @@ def apply(exchanges: Sequence[Exchange], arrays: Sequence[np.ndarray]) -> list[n
     Returns:
         One array per rank, (num_target_rows, ...). Rows never written keep a filler of ones' complement bits.
     """
+    world = len(exchanges)
     sent = [array[exchange.send_index] for exchange, array in zip(exchanges, arrays, strict=True)]
     starts = [exclusive_cumsum(exchange.input_split_sizes) for exchange in exchanges]
-    world = len(exchanges)
+    sends = np.stack([exchange.input_split_sizes.reshape(-1, world) for exchange in exchanges])
+    expects = np.stack([exchange.output_split_sizes.reshape(-1, world) for exchange in exchanges])
+    wrong = np.argwhere(sends != expects.transpose(2, 1, 0))
+    if len(wrong):
+        source, stage, rank = wrong[0]
+        raise PlanInvariantError(
+            f"rank {source} sends {sends[source, stage, rank]} rows to rank {rank}, not {expects[rank, stage, source]}"
+        )
     received = []
     for rank, exchange in enumerate(exchanges):
         pieces = []
-        for at in range(exchange.num_stages * world):
-            stage, source = divmod(at, world)
-            to = stage * world + rank
-            count = int(exchanges[source].input_split_sizes[to])
-            if count != int(exchange.output_split_sizes[at]):
-                raise PlanInvariantError(
-                    f"rank {source} sends {count} rows to rank {rank}, not {int(exchange.output_split_sizes[at])}"
-                )
-            if count:
-                pieces.append(sent[source][starts[source][to] : starts[source][to] + count])
+        for stage, source in np.argwhere(expects[rank]):
+            start = starts[source][stage * world + rank]
+            pieces.append(sent[source][start : start + expects[rank, stage, source]])
         like = arrays[rank]
         target = np.full((exchange.num_target_rows, *like.shape[1:]), 0, dtype=like.dtype)
         target.view(np.uint8)[...] = 0xFF
