@@ -6,10 +6,11 @@ import torch
 from knapformer import Cluster, CostModel, Layout, SequenceBalancer
 from tests.planners import OneSidedPlanner, RandomPlanner, UnevenHeadsPlanner
 from tests.ranks import run_ranks
+from tests.side_by_side import SIDE_BY_SIDE, assert_each_group_is_balanced, balance
 
 LENGTHS = {
     "mixed": [[40, 1, 7], [23], [], [90], [5, 5], [3], [61], [2]],
-    "giant": [[8423], [], [], [], [], [], [], []],
+    "giant": [[2503], [], [], [], [], [], [], []],
     "equal": [[33]] * 8,
     "short": [[1]] * 8,
     "nobody": [[]] * 8,
@@ -23,6 +24,7 @@ def attention_layer(x, weight, heads, attend):
 
 
 def difference(rank, world_size, spec, heads, mix, dtype, breaks=False, options=None):
+    """The largest error on this rank, and the imbalance of its balancing group before and after."""
     lens = LENGTHS[mix][rank]
     width = heads * 4
     generator = torch.Generator().manual_seed(0)
@@ -51,11 +53,11 @@ def difference(rank, world_size, spec, heads, mix, dtype, breaks=False, options=
         if one.numel():
             scale = max(1.0, float(one.abs().max()))
             worst = max(worst, float((one - other).abs().max()) / scale)
-    return worst
+    return worst, balance(step)
 
 
 def check(world_size, spec, heads, mix, dtype=torch.float64):
-    for error in run_ranks(world_size, difference, spec, heads, mix, dtype):
+    for error, _ in run_ranks(world_size, difference, spec, heads, mix, dtype):
         assert error <= TOLERANCE[dtype]
 
 
@@ -78,6 +80,14 @@ def check(world_size, spec, heads, mix, dtype=torch.float64):
 )
 def test_bags(world_size, spec, dtype):
     check(world_size, spec, 12, "mixed", dtype)
+
+
+@pytest.mark.parametrize("heads", [5, 6])
+@pytest.mark.parametrize(("world_size", "spec"), SIDE_BY_SIDE)
+def test_balancing_groups_side_by_side(world_size, spec, heads):
+    results = run_ranks(world_size, difference, spec, heads, "mixed", torch.float64)
+    assert max(error for error, _ in results) <= 1e-12
+    assert_each_group_is_balanced(spec, [found for _, found in results])
 
 
 @pytest.mark.parametrize("heads", [7, 12, 24, 30])
@@ -104,7 +114,8 @@ def test_corner_cases(mix):
 def test_nodes(spec, node_sizes):
     """Split attention stays in a node's group where the placement does, and uses the whole group where it does not."""
     options = {"cluster": Cluster(4, node_sizes=node_sizes), "verify": False, "overlap": node_sizes != (2, 2)}
-    assert max(run_ranks(4, difference, spec, 6, "mixed", torch.float64, False, options)) <= 1e-12
+    for error, _ in run_ranks(4, difference, spec, 6, "mixed", torch.float64, False, options):
+        assert error <= 1e-12
 
 
 def on_a_part_of_the_world(rank, world_size):
@@ -125,4 +136,4 @@ def test_a_group_that_is_a_part_of_the_world():
 
 
 def test_the_comparison_can_fail():
-    assert max(run_ranks(2, difference, "g2n1", 4, "mixed", torch.float64, True)) > 0.01
+    assert all(error > 0.01 for error, _ in run_ranks(2, difference, "g2n1", 4, "mixed", torch.float64, True))

@@ -10,8 +10,9 @@ from knapformer.attention import KERNELS, RegisteredKernel, Segments, keep_atten
 from knapformer.errors import PlanError
 from tests.planners import RandomPlanner
 from tests.ranks import run_ranks
+from tests.side_by_side import SIDE_BY_SIDE, assert_each_group_is_balanced, balance
 
-LENGTHS = [[90], [23, 5], [], [7]]
+LENGTHS = [[90, 30], [23, 5], [], [7], [41], [2, 11], [60], [9]]
 HEADS, WIDTH = 3, 12
 PLAIN = {"use_reentrant": False}
 KEEP = {"use_reentrant": False, "context_fn": keep_attention}
@@ -25,13 +26,13 @@ def block(x, weight, layout):
     return x
 
 
-def train(rank, how, planner, *, plan_next=False):
-    """Output, gradients and number of all-to-alls of two checkpointed blocks."""
+def train(rank, how, plan, *, plan_next=False):
+    """Output, gradients and number of all-to-alls of two checkpointed blocks; and the step."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(WIDTH, 3 * WIDTH, generator=generator, dtype=torch.float64).div_(4).requires_grad_()
     x = torch.randn(sum(LENGTHS[rank]), WIDTH, generator=generator.manual_seed(rank + 1), dtype=torch.float64)
     x.requires_grad_()
-    balancer = SequenceBalancer(cost=CostModel.from_shapes(WIDTH, HEADS), planner=planner)
+    balancer = SequenceBalancer(cost=CostModel.from_shapes(WIDTH, HEADS), **plan)
     step = balancer.plan_routing(LENGTHS[rank])
     _, y, _ = step.route(x)
     counted, real = [0], dist.all_to_all_single
@@ -49,23 +50,33 @@ def train(rank, how, planner, *, plan_next=False):
         (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).view_as(y).sin()).sum().backward()
     finally:
         dist.all_to_all_single = real
-    return y.detach(), x.grad, weight.grad, counted[0]
+    return y.detach(), x.grad, weight.grad, counted[0], step
 
 
-def compare(rank, world_size, planner):
-    expected, plain, kept = (train(rank, how, planner, plan_next=True) for how in ({}, PLAIN, KEEP))
+def compare(rank, world_size, plan):
+    """Whether results are the same bits; exchanges without checkpointing, with it, and with attention kept; balance."""
+    expected, plain, kept = (train(rank, how, plan, plan_next=True) for how in ({}, PLAIN, KEEP))
     same = all(
         torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected[:3], plain[:3], kept[:3], strict=True)
     )
-    return same, expected[3], plain[3], kept[3]
+    return same, expected[3], plain[3], kept[3], balance(kept[4])
 
 
 @pytest.mark.parametrize("planner", ["balanced", RandomPlanner(3)], ids=str)
 def test_results_are_the_same_and_exchanges_run_once(planner):
-    for same, without, plain, kept in run_ranks(4, compare, planner):
+    for same, without, plain, kept, _ in run_ranks(4, compare, {"planner": planner}):
         assert same
         # 2 blocks of 2 attentions of 2 exchanges, forward and backward, and the gradients' way home of `route`.
         assert kept == without == 17 and plain == 25
+
+
+@pytest.mark.parametrize(("world_size", "spec"), SIDE_BY_SIDE)
+def test_balancing_groups_side_by_side(world_size, spec):
+    results = run_ranks(world_size, compare, {"bag_specs": spec})
+    assert all(same and kept == without <= plain for same, without, plain, kept, _ in results)
+    assert_each_group_is_balanced(spec, [found for *_, found in results])
+    splits = [plain > without for _, without, plain, _, _ in results]
+    assert splits == [spec == "g2n1" or (spec != "g1n2" and rank % 4 > 1) for rank in range(world_size)]
 
 
 def kernel_calls(how, monkeypatch):

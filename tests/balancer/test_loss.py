@@ -73,6 +73,7 @@ def on_ranks(rank, world_size, mode, wrong):
     batch = PackedBatch.join(mine, like=like)
     found = []
     bags = [f"g{size}n{world_size // size}" for size in (2, world_size) if world_size % size == 0]
+    bags += ["g2n1", "g1n2"] if world_size == 4 else []  # balancing groups side by side
     for planner in ("local", "balanced", *bags):
         options = {"bag_specs": planner} if planner[0] == "g" else {"planner": planner}
         step = SequenceBalancer(cost=CostModel.from_shapes(6, 1), **options).plan_routing(**batch.lengths)

@@ -26,6 +26,7 @@ from knapformer.errors import KnapFormerWarning, RankMismatchError, SpecError
 from knapformer.plan import make_planner
 from tests.planners import UnevenHeadsPlanner
 from tests.ranks import run_ranks
+from tests.side_by_side import SIDE_BY_SIDE
 
 WORLDS = [1, 2, 3]
 WAIT_S = 20.0
@@ -161,12 +162,12 @@ def test_a_group_that_is_a_part_of_the_world():
 # ---- gradients ----
 
 
-def gradients(rank, world_size, prefetch, breaks=False):
+def gradients(rank, world_size, prefetch, breaks=False, plan=None):
     """All batches are taken, and a newer one planned, before the first one's backward."""
     weight = torch.randn(12, 36, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     inputs, outputs = [], []
     if prefetch:
-        balancer = balancer_of(world_size, planner=UnevenHeadsPlanner())
+        balancer = balancer_of(world_size, **(plan or {"planner": UnevenHeadsPlanner()}))
         iterator = balancer.prefetch(batches(rank, 5))
         planned = [next(iterator) for _ in range(4)]
     else:
@@ -186,14 +187,19 @@ def gradients(rank, world_size, prefetch, breaks=False):
     return [weight.grad, *(x.grad for x in inputs), *(y.detach() for y in outputs)]
 
 
-def largest_difference(rank, world_size, breaks=False):
-    pairs = zip(gradients(rank, world_size, False), gradients(rank, world_size, True, breaks), strict=True)
+def largest_difference(rank, world_size, breaks=False, plan=None):
+    pairs = zip(gradients(rank, world_size, False), gradients(rank, world_size, True, breaks, plan), strict=True)
     return max(float((a - b).abs().max() / a.abs().max().clamp(min=1)) for a, b in pairs if a.numel())
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gradients_of_steps_used_after_later_ones_are_planned(world_size):
     assert max(run_ranks(world_size, largest_difference)) <= 1e-12
+
+
+@pytest.mark.parametrize(("world_size", "spec"), SIDE_BY_SIDE)
+def test_gradients_of_balancing_groups_side_by_side(world_size, spec):
+    assert max(run_ranks(world_size, largest_difference, False, {"bag_specs": spec})) <= 1e-12
 
 
 def test_the_comparison_of_gradients_can_fail():

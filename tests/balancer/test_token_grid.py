@@ -31,7 +31,8 @@ def results(rank, token_grid, planner, breaks=""):
         for shape in ((sum(lens), 8), (sum(lens), 12), (len(lens),), (len(lens), 10))
     ]
     model = MMDiT(MMDiTConfig.tiny(axes_dims=(2, 2, 2))).double()
-    step = SequenceBalancer(cost=COST, planner=planner, token_grid=token_grid).plan_routing(lens, text_lens=text_lens)
+    plan = {"bag_specs": planner} if str(planner).startswith("g") else {"planner": planner}
+    step = SequenceBalancer(cost=COST, token_grid=token_grid, **plan).plan_routing(lens, text_lens=text_lens)
     layout = step.layout
     shards, x, features = step.route(normal[0], [normal[1]])
     (txt,) = features or []
@@ -63,7 +64,7 @@ def difference(rank, world_size, token_grid, planner, breaks=""):
     ]
     layout = step.layout
     assert layout.num_tokens % token_grid == 0
-    assert layout.num_tokens - len(layout.padding) == step.placement.tokens()[rank]
+    assert layout.num_tokens - len(layout.padding) == step.placement.tokens()[step.rank]
     return max(errors, default=0.0), len(layout.padding), step.metrics.padding_tokens
 
 
@@ -80,6 +81,16 @@ def test_padding_changes_nothing(world_size, planner):
     assert [total for *_, total in found] == [sum(padding)] * world_size
     if planner == "local" and world_size == 2:
         assert padding[1] == 0  # nothing is padded where nothing is
+
+
+@pytest.mark.parametrize("spec", ["g1n2", "g2n1"])
+def test_balancing_groups_side_by_side(spec):
+    """Each group's metrics have its own padding."""
+    found = run_ranks(4, difference, GRID, spec)
+    assert max(error for error, *_ in found) < 1e-12
+    padding = [rows for _, rows, _ in found]
+    totals = [padding[0] + padding[1], padding[2] + padding[3]]
+    assert [total for *_, total in found] == np.repeat(totals, 2).tolist() and all(totals)
 
 
 def test_padding_in_the_loss_is_noticed():

@@ -27,8 +27,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def there_and_back(rank: int, world_size: int, seed: int) -> dict[str, bool]:
-    balancer = SequenceBalancer(planner=RandomPlanner(seed))
+def there_and_back(rank: int, world_size: int, plan: int | str) -> dict[str, bool]:
+    """Of a random placement, or of a bag spec."""
+    balancer = SequenceBalancer(plan) if isinstance(plan, str) else SequenceBalancer(planner=RandomPlanner(plan))
     lens = lengths(rank, world_size)
     step = balancer.plan_routing(lens, 64)
     tensors = tokens_of_every_dtype(rank, sum(lens))
@@ -52,6 +53,15 @@ def test_routing_is_bit_exact_for_every_dtype_in_one_call(world_size: int) -> No
     results = [r for seed in range(4) for r in run_ranks(world_size, there_and_back, seed)]
     assert all(r["placed"] and r["home"] for r in results)
     assert world_size == 1 or any(r["moved"] for r in results)
+
+
+@pytest.mark.parametrize(("world_size", "spec"), [(4, "g1n2"), (4, "g2n1"), (6, "g2n1"), (8, "g1n2+g2n1")])
+def test_balancing_groups_side_by_side(world_size: int, spec: str) -> None:
+    results = run_ranks(world_size, there_and_back, spec)
+    assert all(r["placed"] and r["home"] for r in results)
+    group = 4 if "+" in spec else 2
+    for first in range(0, world_size, group):
+        assert any(r["moved"] for r in results[first : first + group]) or spec == "g1n2"
 
 
 def gradient_comes_home(rank: int, world_size: int) -> float:

@@ -107,7 +107,7 @@ WORLDS = {
     1: [Case("g1n1"), Case("auto", fsdp=True)],
     2: [Case("g2n1"), Case("auto"), Case(OneSidedPlanner()), Case("g2n1", text=False)],
     3: [Case("g3n1"), Case("g1n1+g2n1", fsdp=True), Case("auto", token_grid=13)],
-    4: [Case("g4n1"), Case("auto", fsdp=True), Case(RandomPlanner(2))],
+    4: [Case("g4n1"), Case("auto", fsdp=True), Case(RandomPlanner(2)), Case("g2n1", fsdp=True), Case("g1n2")],
 }
 
 

@@ -17,6 +17,7 @@ from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig
 from knapformer.train.parallel import make_mesh, shard_model
 from tests.planners import OneSidedPlanner, RandomPlanner, UnevenHeadsPlanner
 from tests.ranks import RankError, run_ranks
+from tests.side_by_side import SIDE_BY_SIDE, assert_each_group_is_balanced, balance
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 # (length, text) of each rank's sequences; text only where both are equal, no text where 0
@@ -54,7 +55,7 @@ def build(case):
 
 
 def run_model(rank, case):
-    """One forward and backward; what came out, and all gradients, summed over ranks."""
+    """One forward and backward; what came out, and all gradients, summed over ranks; and the step."""
     sharded = case.fsdp
     if sharded:
         model = shard_model(
@@ -102,10 +103,9 @@ def run_model(rank, case):
     loss = (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).view_as(y).sin()).sum()
     scale = dist.get_world_size() if sharded else 1  # FSDP averages over ranks
     (loss * scale).backward()
-    if case.breaks == "balance":
-        return step
     grads = global_gradients(model, case.replicas)
-    return [y.detach(), *(torch.zeros_like(i) if i.grad is None else i.grad / scale for i in inputs), *grads]
+    inputs = [torch.zeros_like(i) if i.grad is None else i.grad / scale for i in inputs]
+    return [y.detach(), *inputs, *grads], step
 
 
 def global_gradients(model, replicas):
@@ -126,20 +126,24 @@ def global_gradients(model, replicas):
 
 
 def difference(rank, world_size, case):
+    """The largest error on this rank, and the step."""
     reference = replace(case, spec="local", fsdp=False, checkpointing=False, plan_next=False, breaks="")
-    expected, got = run_model(rank, reference), run_model(rank, case)
-    assert len(expected) == len(got)
+    (expected, _), (got, step) = run_model(rank, reference), run_model(rank, case)
     errors = [
         float((a - b).abs().max()) / max(1.0, float(a.abs().max()))
         for a, b in zip(expected, got, strict=True)
         if a.numel()
     ]
-    return max(errors, default=0.0)
+    return max(errors, default=0.0), step
+
+
+def error(rank, world_size, case):
+    return difference(rank, world_size, case)[0]
 
 
 def check(world_size, *args, **kwargs):
     case = Case(*args, **kwargs)
-    assert max(run_ranks(world_size, difference, case)) <= TOLERANCE[case.dtype]
+    assert max(run_ranks(world_size, error, case)) <= TOLERANCE[case.dtype]
 
 
 WORLDS = [
@@ -165,6 +169,22 @@ def test_every_world_size(world_size, spec, kind):
 @pytest.mark.parametrize(("world_size", "spec"), [(2, "g2n1"), (3, "g1n1+g2n1"), (4, "g4n1"), (8, "g4n2")])
 def test_under_fsdp_with_checkpointing_and_the_next_batch_planned(world_size, spec, kind):
     check(world_size, spec, kind=kind, fsdp=True, checkpointing=True, plan_next=True)
+
+
+def error_and_balance(rank, world_size, case):
+    largest, step = difference(rank, world_size, case)
+    return largest, balance(step)
+
+
+@pytest.mark.parametrize("kind", ["mmdit", "dit"])
+@pytest.mark.parametrize(("world_size", "spec"), SIDE_BY_SIDE)
+def test_balancing_groups_side_by_side(world_size, spec, kind):
+    """A bag spec smaller than the world: each group for itself, under FSDP over all of them."""
+    how = "keep-attention" if kind == "dit" else True
+    case = Case(spec, heads=6, kind=kind, fsdp=True, checkpointing=how, plan_next=True)
+    results = run_ranks(world_size, error_and_balance, case)
+    assert max(largest for largest, _ in results) <= 1e-12
+    assert_each_group_is_balanced(spec, [found for _, found in results])
 
 
 def test_attention_kept_under_checkpointing():
@@ -223,15 +243,15 @@ def test_hybrid_sharding():
 
 @pytest.mark.parametrize("breaks", ["vectors", "positions"])
 def test_the_comparison_can_fail(breaks):
-    assert max(run_ranks(3, difference, Case("g3n1", breaks=breaks))) > 1e-3
+    assert max(run_ranks(3, error, Case("g3n1", breaks=breaks))) > 1e-3
 
 
 def modelled_imbalance(rank, world_size, case):
-    return run_model(rank, case).metrics.time_imbalance
+    return run_model(rank, case)[1].metrics.time_imbalance
 
 
 def test_balance_is_reached_not_only_equality():
-    before = run_ranks(4, modelled_imbalance, Case("local", mix="giant", breaks="balance"))
+    before = run_ranks(4, modelled_imbalance, Case("local", mix="giant"))
     assert before == [4.0] * 4
     for spec in ("g4n1", "auto"):
-        assert max(run_ranks(4, modelled_imbalance, Case(spec, mix="giant", breaks="balance"))) < 1.01
+        assert max(run_ranks(4, modelled_imbalance, Case(spec, mix="giant"))) < 1.01

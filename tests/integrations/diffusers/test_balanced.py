@@ -101,6 +101,8 @@ def differences(rank, world_size, name, wrong=False):
             "idle ranks, ddp": (replicated, {"planner": OneSidedPlanner()}),
             "bags, bf16": (shard(case.build(dtype), half=True), {"bag_specs": f"g{world_size}n1"}),
         }
+        if world_size == 4:
+            plans["groups of one bag"] = (sharded, {"bag_specs": "g2n1"})
         for plan, (model, options) in plans.items():
             if plan == "bags":
                 model.enable_gradient_checkpointing()
@@ -110,7 +112,7 @@ def differences(rank, world_size, name, wrong=False):
             pairs = [*zip(outputs, expected, strict=True), *((grads[key], wanted[key]) for key in wanted)]
             errors[plan] = max(float((a - b).abs().max()) / max(1, float(b.abs().max())) for a, b in pairs)
             tokens[plan] = step.placement.tokens().tolist()
-            if "bags" in plan:
+            if "bag" in plan:
                 assert step.placement.split.all()
     return errors, tokens
 
