@@ -125,7 +125,7 @@ def check(world_size, name):
         assert max(tokens["balanced"]) < max(tokens["idle ranks"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_flux(world_size):
     check(world_size, "flux-dev")
 

@@ -144,6 +144,7 @@ def test_a_slurm_job_is_printed_written_and_submitted(
     assert "submitted job 41; " in capsys.readouterr().out
 
 
+@pytest.mark.slow  # its parts are under test alone: going on in test_loop, cells in test_engines, torchrun in tests/cli
 def test_a_grid_trains_on_two_ranks_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     (tmp_path / "pictures").mkdir()
