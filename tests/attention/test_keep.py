@@ -54,28 +54,29 @@ def train(rank, how, plan, *, plan_next=False):
 
 
 def compare(rank, world_size, plan):
-    """Whether results are the same bits; exchanges without checkpointing, with it, and with attention kept; balance."""
+    """Whether results are the same bits; exchanges without checkpointing, with it, and attention kept; balance; stages."""
     expected, plain, kept = (train(rank, how, plan, plan_next=True) for how in ({}, PLAIN, KEEP))
     same = all(
         torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected[:3], plain[:3], kept[:3], strict=True)
     )
-    return same, expected[3], plain[3], kept[3], balance(kept[4])
+    tables = kept[4].split_attention
+    return same, expected[3], plain[3], kept[3], balance(kept[4]), tables.num_stages if tables else 0
 
 
 @pytest.mark.parametrize("planner", ["balanced", RandomPlanner(3)], ids=str)
 def test_results_are_the_same_and_exchanges_run_once(planner):
-    for same, without, plain, kept, _ in run_ranks(4, compare, {"planner": planner}):
+    for same, without, plain, kept, _, stages in run_ranks(4, compare, {"planner": planner}):
         assert same
-        # 2 blocks of 2 attentions of 2 exchanges, forward and backward, and the gradients' way home of `route`.
-        assert kept == without == 17 and plain == 25
+        # 2 blocks of 2 attentions of 2 exchanges, by stages, both ways, and the gradients' way home of `route`.
+        assert stages >= 1 and kept == without == 16 * stages + 1 and plain == 24 * stages + 1
 
 
 @pytest.mark.parametrize(("world_size", "spec"), SIDE_BY_SIDE)
 def test_balancing_groups_side_by_side(world_size, spec):
     results = run_ranks(world_size, compare, {"bag_specs": spec})
-    assert all(same and kept == without <= plain for same, without, plain, kept, _ in results)
-    assert_each_group_is_balanced(spec, [found for *_, found in results])
-    splits = [plain > without for _, without, plain, _, _ in results]
+    assert all(same and kept == without <= plain for same, without, plain, kept, _, _ in results)
+    assert_each_group_is_balanced(spec, [found for *_, found, _ in results])
+    splits = [plain > without for _, without, plain, *_ in results]
     assert splits == [spec == "g2n1" or (spec != "g1n2" and rank % 4 > 1) for rank in range(world_size)]
 
 

@@ -19,8 +19,11 @@ def epoch_of(name: str, num_samples: int = 2000) -> tuple[np.ndarray, Cluster]:
     return found, Cluster(trace.world_size, 8)
 
 
-@pytest.mark.parametrize("name", ["flux-joint-32", "real-mix-32", "video-v50-32", "flux-lowres-32"])
-def test_whole_samples_are_read_where_they_are_used(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most_routed"),
+    [("flux-joint-32", 0.17), ("real-mix-32", 0.25), ("video-v50-32", 0.43), ("flux-lowres-32", 0.01)],
+)
+def test_whole_samples_are_read_where_they_are_used(name: str, most_routed: float) -> None:
     lengths, cluster = epoch_of(name)
     sampler = BalancedSampler(lengths, 8 * cluster.world_size, cost=COST, cluster=cluster)
     blind = EpochSampler(len(lengths), 8 * cluster.world_size, world_size=cluster.world_size)
@@ -36,7 +39,7 @@ def test_whole_samples_are_read_where_they_are_used(name: str) -> None:
         usual = measure(make_planner("balanced")(at_random, cluster, COST, Limits()), cluster, COST)
         assert metrics.time_imbalance < 1.005
         assert metrics.split_traffic < usual.split_traffic + 0.01
-        assert usual.time_imbalance < 1.005 and usual.routed_fraction > 2 * metrics.routed_fraction
+        assert usual.time_imbalance < 1.005 and metrics.routed_fraction < most_routed < usual.routed_fraction
         sampler.advance()
         blind.advance()
 

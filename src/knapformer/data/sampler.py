@@ -75,6 +75,11 @@ class GroupSampler:
             self._per_step[group.source] += group.num_loaders * group.batch
         self._orders = {name: EpochOrders(len(ids), f"samples of {name}") for name, ids in self._ids.items()}
 
+    @property
+    def num_loaders(self) -> int:
+        """Loaders of all groups."""
+        return sum(group.num_loaders for group in self.groups)
+
     def batch(self, step: int) -> list[list[int]]:
         """The global batch of a step: the sample ids of each loader."""
         if step < 0:
