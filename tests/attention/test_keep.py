@@ -54,7 +54,7 @@ def train(rank, how, plan, *, plan_next=False):
 
 
 def compare(rank, world_size, plan):
-    """Whether results are the same bits; exchanges without checkpointing, with it, and attention kept; balance; stages."""
+    """Same bits or not; exchanges without checkpointing, with it, and with attention kept; balance; stages."""
     expected, plain, kept = (train(rank, how, plan, plan_next=True) for how in ({}, PLAIN, KEEP))
     same = all(
         torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected[:3], plain[:3], kept[:3], strict=True)
