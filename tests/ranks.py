@@ -44,6 +44,8 @@ from typing import Any
 from unittest import mock
 
 MAX_POOLS = 8
+# Each gloo group has threads that wake up a hundred times a second, whether it is used or not.
+MAX_GROUPS = 4
 START_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 30.0
 # After the first error, how long the other ranks may take to report theirs before they are taken to be stuck.
@@ -168,7 +170,7 @@ class _Pool:
         self.connections: list[Connection] = []
         self.processes: list[Any] = []
         self.num_worlds = 0  # groups of all ranks so far, one after another
-        self.is_uneven = False  # whether ranks are members of unequally many groups
+        self.needs_new_world = False  # whether ranks are members of unequally many groups
         try:
             self._start()
         except BaseException:
@@ -199,15 +201,16 @@ class _Pool:
                 raise RankError(f"rank {rank} of {self.world_size} did not start: {trace}\n{self.log_tail(rank)}")
 
     def run(self, job: _Job, timeout: float, *, wait_for_all: bool) -> list[_Reply | None]:
-        if self.is_uneven:
-            self.is_uneven = False
+        if self.needs_new_world:
+            self.needs_new_world = False
             renewed = self.run(_make_job(_join_new_world, (self._new_store(),)), START_TIMEOUT_S, wait_for_all=True)
             self._check_started(renewed)
         data = pickle.dumps(job)
         for connection in self.connections:
             connection.send_bytes(data)
         replies = self._collect(timeout, wait_for_all=wait_for_all)
-        self.is_uneven = len({reply.num_groups for reply in replies if reply is not None}) > 1
+        counts = {reply.num_groups for reply in replies if reply is not None}
+        self.needs_new_world = len(counts) > 1 or max(counts, default=1) > MAX_GROUPS
         return replies
 
     def _new_store(self) -> str:
